@@ -1,0 +1,1 @@
+"""A folder for `sys.path`, holding nothing but the stand-in for `sgl_kernel`."""

@@ -1,0 +1,1 @@
+"""Tests of the project; imported from the root of a checkout."""
