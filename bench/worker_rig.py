@@ -96,6 +96,7 @@ class WorkerRig:
         make_executor: Callable[[int], StubExecutor],
     ) -> None:
         self.sizes = sizes
+        self._num_requests = 0
         width = sizes.max_len + 2 * sizes.block_size
         self.pool = ReqToTokenPool(sizes.num_requests, width, "cpu", enable_memory_saver=False)
         # Slots in an arbitrary order, so that a position is never mistaken for a slot.
@@ -117,12 +118,16 @@ class WorkerRig:
             self.worker.init_attention_backends()
             self.worker.init_cuda_graphs()
 
-    def request(self, prompt_ids: Sequence[int], **sampling: Any) -> Req:
+    def request(self, prompt_ids: Sequence[int], *, tokenizer: Any = None, **sampling: Any) -> Req:
         """A request that has no row yet; greedy unless `sampling` says otherwise."""
         params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": self.sizes.max_len, **sampling})
-        params.normalize(None)
-        rid = f"request-{id(prompt_ids)}"
-        return Req(rid, "", array("q", prompt_ids), params, vocab_size=self.sizes.vocab_size)
+        params.normalize(tokenizer)
+        self._num_requests += 1
+        req = Req(
+            f"request-{self._num_requests}", "", array("q", prompt_ids), params, vocab_size=self.sizes.vocab_size
+        )
+        req.tokenizer = tokenizer
+        return req
 
     def extend_batch(self, reqs: Sequence[Req], *, ends: Sequence[int], prefix_lens: Sequence[int]) -> ScheduleBatch:
         """Prefill tokens `prefix_lens[i]` to `ends[i]` of every request; new ones get a row."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 import textwrap
@@ -138,10 +139,14 @@ def check_plugin(environ: Mapping[str, str]) -> Check:
     try:
         # When several distributions use the name, SGLang keeps the last.
         found[-1].load()()
+        hook_errors = _apply_hooks()
         registered = _is_registered()
     except Exception:
         message = f"{found[-1].value} failed; SGLang would only log this and then not know the algorithm:"
         return Check("plugin", "FAIL", message, detail=traceback.format_exc())
+    if hook_errors:
+        message = f"{found[-1].value} ran, but SGLang could not apply its hooks and would only log this:"
+        return Check("plugin", "FAIL", message, detail="\n".join(hook_errors))
     if not registered:
         return Check(
             "plugin", "FAIL", f"{found[-1].value} ran, but SGLang does not know {ALGORITHM}: {REINSTALL}"
@@ -194,6 +199,30 @@ def _cpu_engine(environ: Mapping[str, str]) -> Check:
     if environ.get("SGLANG_USE_CPU_ENGINE", "").lower() in ("1", "true"):
         return Check("devices", "ok", "no GPU: CPU engine (SGLANG_USE_CPU_ENGINE is set)")
     return Check("devices", "warn", "no GPU: to serve on the CPU engine, set SGLANG_USE_CPU_ENGINE=1")
+
+
+def _apply_hooks() -> list[str]:
+    """Patch SGLang as it does after loading plugins; returns what it logs where a patch fails."""
+    from sglang.srt.plugins import hook_registry
+
+    errors = _ErrorKeeper(level=logging.ERROR)
+    hook_registry.logger.addHandler(errors)
+    try:
+        hook_registry.HookRegistry.apply_hooks()
+    finally:
+        hook_registry.logger.removeHandler(errors)
+    return errors.texts
+
+
+class _ErrorKeeper(logging.Handler):
+    """Keeps log records as text, tracebacks included."""
+
+    def __init__(self, *, level: int) -> None:
+        super().__init__(level)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
 
 
 def _is_registered() -> bool:

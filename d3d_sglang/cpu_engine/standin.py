@@ -2,8 +2,8 @@
 
 The published `sgl_kernel` wheel is for CUDA: without a driver its import fails, and SGLang's CPU engine
 imports it by name. A stand-in on the import path answers instead. The path, not `sys.modules`: SGLang spawns
-its scheduler, and a spawned process takes over the parent's path but imports `sgl_kernel` along with its entry
-function, before any plugin is loaded there.
+its scheduler, and a spawned process takes over the parent's path but imports `sgl_kernel` along with its
+entry function, before any plugin is loaded there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def install_target_verify() -> None:
 
 
 def _has_cpu_build() -> bool:
-    """Whether the installed `sgl_kernel` is a CPU build: CUDA builds keep their operators one folder deeper."""
+    """Whether the installed `sgl_kernel` is a CPU build: CUDA builds have their operators a folder deeper."""
     spec = importlib.util.find_spec("sgl_kernel")
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
     return any(list(Path(folder).glob("common_ops.*")) for folder in folders)

@@ -6,6 +6,7 @@ the flag, its value and what is allowed.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from d3d_sglang.drafter.checkpoint import DrafterCheckpoint, check_pair, read_drafter
+
+logger = logging.getLogger(__name__)
 
 CPU_BACKENDS = ("torch_native",)
 GPU_BACKENDS = ("flashinfer", "fa3", "triton", "trtllm_mha")
@@ -95,7 +98,8 @@ def validate(args: Any) -> None:
     _check_attention_backends(args)
     _check_target(AutoConfig.from_pretrained(args.model_path, trust_remote_code=bool(args.trust_remote_code)))
     drafter = load_checkpoint(args)
-    check_pair(drafter, args.tokenizer_path or args.model_path)
+    for warning in check_pair(drafter, args.model_path, tokenizer_path=args.tokenizer_path):
+        logger.warning("D3D: %s", warning)
     _check_block(args, drafter)
 
 

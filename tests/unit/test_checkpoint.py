@@ -193,6 +193,10 @@ BAD_FOLDERS: dict[str, tuple[Damage, str]] = {
     "empty file": (change_bytes(lambda x: b""), r"\(0 bytes\) is truncated"),
     "trailing bytes": (change_bytes(lambda x: x + b"0"), "longer than its header says"),
     "header not JSON": (change_bytes(lambda x: x[:8] + b"!" + x[9:]), "broken header"),
+    "header at odds with itself": (
+        change_bytes(lambda x: x.replace(b'"shape":[16]', b'"shape":[17]', 1)),
+        r"broken header \(.* has shape \[17\] but 64 bytes\)",
+    ),
     "LFS pointer": (
         change_bytes(lambda x: b"version https://git-lfs.github.com/spec/v1\n"),
         "Git LFS pointer",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -41,7 +44,14 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # main
 
 
-def test_help_lists_the_commands_without_heavy_imports(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parser_is_made_without_heavy_imports() -> None:
+    code = "import sys; from d3d_sglang.cli.main import make_parser; make_parser(); print(*sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert {"torch", "transformers", "sglang"}.isdisjoint(done.stdout.split())
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
@@ -119,7 +129,7 @@ def use_plugin(monkeypatch: pytest.MonkeyPatch, folder: Path, *, source: str, na
     """Make `register` of a module written here the only entry point that is visible."""
     (folder / "doctor_case.py").write_text(source)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(__import__("sys").modules, "doctor_case", raising=False)
+    monkeypatch.delitem(sys.modules, "doctor_case", raising=False)
     point = metadata.EntryPoint(name=name, value="doctor_case:register", group=doctor.PLUGIN_GROUP)
     monkeypatch.setattr(
         doctor.metadata, "entry_points", lambda group: [point] if group == doctor.PLUGIN_GROUP else []
@@ -127,6 +137,12 @@ def use_plugin(monkeypatch: pytest.MonkeyPatch, folder: Path, *, source: str, na
 
 
 GOOD = "def register():\n    pass\n"
+
+
+def pretend_sglang(monkeypatch: pytest.MonkeyPatch, *, knows_d3d: bool) -> None:
+    """Importing SGLang takes many seconds: only one test here does."""
+    monkeypatch.setattr(doctor, "_is_registered", lambda: knows_d3d)
+    monkeypatch.setattr(doctor, "_apply_hooks", list)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +167,7 @@ def test_the_true_traceback_of_a_broken_plugin_is_shown(
 
 def test_a_plugin_that_registers_is_ok(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_plugin(monkeypatch, tmp_path, source=GOOD)
-    monkeypatch.setattr(doctor, "_is_registered", lambda: True)
+    pretend_sglang(monkeypatch, knows_d3d=True)
     assert check_plugin(NO_ENVIRONMENT).status == "ok"
 
 
@@ -159,9 +175,25 @@ def test_a_plugin_that_runs_but_registers_nothing_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     use_plugin(monkeypatch, tmp_path, source=GOOD)
-    monkeypatch.setattr(doctor, "_is_registered", lambda: False)
+    pretend_sglang(monkeypatch, knows_d3d=False)
     check = check_plugin(NO_ENVIRONMENT)
     assert check.status == "FAIL" and "SGLang does not know D3D" in check.message
+
+
+def test_a_hook_that_sglang_cannot_apply_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    # Hooks of this process, the real plugin's among them, are out of reach for the time of the test.
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    source = (
+        "from sglang.srt.plugins.hook_registry import HookRegistry, HookType\n"
+        "def register():\n"
+        "    HookRegistry.register('sglang.srt.moved_away.f', print, HookType.AFTER)\n"
+    )
+    use_plugin(monkeypatch, tmp_path, source=source)
+    check = check_plugin(NO_ENVIRONMENT)
+    assert check.status == "FAIL" and "could not apply its hooks" in check.message
+    assert "Traceback" in check.detail and "moved_away" in check.detail
 
 
 def test_an_invisible_entry_point_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,7 +211,7 @@ def test_sglang_plugins_may_leave_it_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: str, status: str
 ) -> None:
     use_plugin(monkeypatch, tmp_path, source=GOOD)
-    monkeypatch.setattr(doctor, "_is_registered", lambda: True)
+    pretend_sglang(monkeypatch, knows_d3d=True)
     check = check_plugin({"SGLANG_PLUGINS": plugins})
     assert check.status == status
     assert (status == "ok") or "SGLANG_PLUGINS=other leaves out 'd3d': add it, or unset" in check.message
@@ -289,7 +321,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     use_versions(monkeypatch, GOOD_VERSIONS)
     use_plugin(monkeypatch, tmp_path, source="print('noise')\n" + GOOD)
-    monkeypatch.setattr(doctor, "_is_registered", lambda: True)
+    pretend_sglang(monkeypatch, knows_d3d=True)
 
 
 @pytest.mark.usefixtures("healthy")

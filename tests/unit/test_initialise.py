@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from d3d_sglang.drafter import initialise
 from d3d_sglang.drafter.checkpoint import DrafterCheckpoint
-from d3d_sglang.drafter.initialise import DrafterPlan, init_drafter, tensors_sha256
+from d3d_sglang.drafter.initialise import DrafterPlan, init_drafter, keep_layers, tensors_sha256
 from tests import tiny_folders as tiny
 
 PROMPT = torch.tensor([[tiny.BOS_ID, 8, 9, 10, 11]])
@@ -108,6 +108,20 @@ def test_lists_with_an_entry_a_layer_are_cut_too(tmp_path: Path) -> None:
     make(tmp_path / "source", tmp_path / "out", layers=LAYERS)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["num_hidden_layers"], config["layer_types"]) == (2, ["full_attention"] * 2)
+
+
+def test_a_model_cut_in_memory_works_like_one_read_back(tmp_path: Path) -> None:
+    types = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    tiny.write_model(
+        tmp_path / "source", family="qwen3", layer_types=types, sliding_window=3, use_sliding_window=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    keep_layers(model, (0, 3))
+    assert model.config.layer_types == ["full_attention", "sliding_attention"]
+    model.save_pretrained(tmp_path / "cut")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(PROMPT, **settings), back.generate(PROMPT, **settings))
 
 
 def test_dtype_is_the_sources_unless_asked_for(source: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,18 @@ def test_the_fast_token_map_is_that_of_transformers(drafter: Path) -> None:
     assert vocabulary.token_to_id == tokenizer.get_vocab()
     assert vocabulary.added == {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
     assert vocabulary.num_ids == len(tokenizer) == tiny.NUM_TOKENS
+
+
+def test_a_tokenizer_of_vocabulary_and_merges_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>", "unk_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    vocabulary = read_vocabulary(tmp_path)
+    assert {"a": 0, "b": 1, "ab": 2}.items() <= vocabulary.token_to_id.items()
+    end = vocabulary.token_to_id["<|end|>"]
+    assert (vocabulary.added[end], vocabulary.roles[end]) == ("<|end|>", "eos")
 
 
 def test_named_chat_templates_count(drafter: Path) -> None:

@@ -1,129 +1,28 @@
 """The worker, round by round: against `reference.py` and against plain decoding, with a scripted drafter.
 
 The target and the drafter are functions of the whole token history (see scripted_pair.py), so equality is exact
-and a row that reads one wrong token differs from there on. Outputs reach the requests a round late, as under
-SGLang's overlap scheduler.
+and a row that reads one wrong token differs from there on.
 
 Legend: N rows, B block size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.scripted_pair import (
-    VOCAB_SIZE,
-    ScriptedExecutor,
-    SlotTarget,
-    all_logits,
-    next_logits,
-    plain_decode,
-    scripted_logits,
-)
 
-from bench.worker_rig import D3DDraftInput, GenerationBatchResult, RigSizes, WorkerRig
+from bench.worker_rig import D3DDraftInput
 from d3d_sglang.reference import Method, Round
+from tests.unit.scripted_pair import VOCAB_SIZE, all_logits, plain_decode, scripted_logits
+from tests.unit.worker_session import Session
 
 PROMPTS = ([3, 1, 4, 1, 5], [9], list(range(20, 43)), [2, 7, 1, 8, 2, 8, 1, 8, 2, 8])
 NO_EOS: frozenset[int] = frozenset()
-
-
-class Session:
-    """Requests that decode together; keeps what every round did with every request."""
-
-    def __init__(self, *, block_size: int = 4, max_positions: int = 1000, num_requests: int = 4) -> None:
-        sizes = RigSizes(
-            block_size=block_size,
-            vocab_size=VOCAB_SIZE,
-            num_requests=num_requests,
-            max_len=600,
-            max_positions=max_positions,
-        )
-        self.block_size = block_size
-        self.rig = WorkerRig(
-            sizes,
-            make_target=SlotTarget,
-            make_executor=lambda n: ScriptedExecutor(num_rows=n, capacity=620, block_size=block_size),
-        )
-        self.worker = self.rig.worker
-        self.reqs: list[Any] = []
-        self.rounds: dict[str, list[Round]] = {}
-        self.first_token: dict[str, int] = {}
-        self.draft_input: D3DDraftInput | None = None
-        self._late: list[tuple[Any, list[int]]] = []
-
-    def request(self, prompt: Sequence[int], **sampling: Any) -> Any:
-        return self.rig.request(prompt, **sampling)
-
-    def admit(self, *reqs: Any, prefix_lens: Sequence[int] | None = None) -> GenerationBatchResult:
-        """Prefill whole requests and let them join the decoding ones."""
-        ends = [len(req.origin_input_ids) + len(req.output_ids) for req in reqs]
-        batch = self.rig.extend_batch(reqs, ends=ends, prefix_lens=prefix_lens or [0] * len(reqs))
-        result = self.rig.run(batch)
-        self._deliver([(req, [token]) for req, token in zip(reqs, result.next_token_ids.tolist(), strict=True)])
-        for req, token in zip(reqs, result.next_token_ids.tolist(), strict=True):
-            self.first_token.setdefault(req.rid, token)
-        if self.reqs:
-            assert self.draft_input is not None
-            self.draft_input.merge_batch(result.next_draft_input)
-        else:
-            self.draft_input = result.next_draft_input
-        self.reqs += reqs
-        return result
-
-    def leave(self, *reqs: Any) -> None:
-        """Requests end, or are retracted: their rows are free for others."""
-        self._deliver([])
-        keep = [i for i, req in enumerate(self.reqs) if req not in reqs]
-        assert self.draft_input is not None
-        self.draft_input.filter_batch(torch.tensor(keep, dtype=torch.int64))
-        self.reqs = [self.reqs[i] for i in keep]
-        for req in reqs:
-            self.rig.pool.free(req)
-
-    def round(self, change: Callable[[Any], None] = lambda _batch: None) -> GenerationBatchResult:
-        """One decode round; `change` may set further fields of the batch."""
-        assert self.draft_input is not None
-        batch = self.rig.decode_batch(self.reqs, self.draft_input)
-        change(batch)
-        published: list[torch.Tensor] = []
-        result = self.rig.run(batch, on_publish=published.append)
-        assert len(published) == 1 and torch.equal(published[0], result.new_seq_lens)
-        self._record(batch.seq_lens, result)
-        self.draft_input = result.next_draft_input
-        return result
-
-    def output(self, req: Any) -> list[int]:
-        """All tokens of a request so far, the late ones included."""
-        tokens = [self.first_token[req.rid]]
-        for done in self.rounds.get(req.rid, []):
-            tokens += [*done.draft[: done.accept_len], done.bonus]
-        return tokens
-
-    def _record(self, seq_lens: torch.Tensor, result: GenerationBatchResult) -> None:
-        size, late = self.block_size, []
-        block = self.rig.target.calls[-1].block.tolist()
-        out_tokens = result.next_token_ids.view(-1, size).tolist()
-        for i, req in enumerate(self.reqs):
-            num_new = int(result.accept_lens[i])
-            new = out_tokens[i][:num_new]
-            assert new[:-1] == block[i][1:num_new], "accepted tokens are not the candidates"
-            assert int(result.new_seq_lens[i]) == int(seq_lens[i]) + num_new
-            self.rounds.setdefault(req.rid, []).append(
-                Round(block[i][0], block[i][1:], num_new - 1, new[-1], "redraft")
-            )
-            late.append((req, new))
-        self._deliver(late)
-
-    def _deliver(self, tokens: list[tuple[Any, list[int]]]) -> None:
-        for req, new in self._late:
-            req.output_ids.extend(new)
-        self._late = tokens
 
 
 def reference_rounds(prompt: Sequence[int], num_tokens: int, *, block_size: int) -> list[Round]:
@@ -254,8 +153,8 @@ def test_rows_without_drafts_decode_one_token_a_round() -> None:
     session.worker.drafting.skip(lost.kv.req_pool_idx)
     for _ in range(6):
         session.round()
+    assert session.prop_lens == [[3, 3], *[[0, 3]] * 6]
     assert [r.accept_len for r in session.rounds[lost.rid][1:]] == [0] * 6
-    assert max(r.accept_len for r in session.rounds[kept.rid]) > 0
     assert_plain(session, lost, PROMPTS[0])
     rounds = session.rounds[kept.rid]
     num_tokens = 1 + sum(r.accept_len + 1 for r in rounds)
@@ -272,7 +171,7 @@ def test_after_a_flush_running_rows_go_on_without_drafts_and_new_ones_draft() ->
     session.admit(new)
     for _ in range(6):
         session.round()
-    assert [r.accept_len for r in session.rounds[old.rid][1:]] == [0] * 6
+    assert session.prop_lens == [[3], *[[0, 3]] * 6]
     assert_plain(session, old, PROMPTS[0])
     num_tokens = 1 + sum(r.accept_len + 1 for r in session.rounds[new.rid])
     assert session.rounds[new.rid] == reference_rounds(PROMPTS[1], num_tokens, block_size=4)
@@ -286,13 +185,10 @@ def test_drafts_stop_where_the_drafter_ends() -> None:
     committed = len(PROMPTS[3])
     for _ in range(30):
         session.round()
-        accept_len = session.rounds[req.rid][-1].accept_len
-        assert accept_len == 0 or committed + 4 <= 30
-        committed += accept_len + 1
+        assert session.prop_lens[-1] == [3 if committed + 4 <= 30 else 0]
+        committed += session.rounds[req.rid][-1].accept_len + 1
     assert committed > 40, "the edge was not crossed"
     assert_plain(session, req, PROMPTS[3])
-    inside = [r for r in session.rounds[req.rid] if r.accept_len > 0]
-    assert inside, "no drafts before the edge"
 
 
 @pytest.mark.parametrize(("prompt_len", "fits"), [(26, True), (27, False)])
@@ -306,18 +202,20 @@ def test_a_prompt_too_long_for_the_drafter_is_counted_and_decodes(prompt_len: in
     assert_plain(session, req, prompt)
     assert session.worker.state()["fallbacks"] == ({} if fits else {"too_long": 1})
     assert bool(session.worker.drafting.executor.prefills) == fits
-    if not fits:
-        assert [r.accept_len for r in session.rounds[req.rid]] == [0] * 5
+    assert session.prop_lens[0] == [3 if fits else 0]
 
 
 def test_a_prompt_of_embeddings_is_counted_and_decodes() -> None:
-    session = Session()
-    req = session.request(PROMPTS[0])
+    session = Session(num_requests=1)
+    before = session.request(PROMPTS[0])
+    session.admit(before)
+    session.leave(before)
+    req = session.request(PROMPTS[0])  # as long as what the drafter read into its row before
     req.input_embeds = [[0.0]]
     session.admit(req)
     for _ in range(4):
         session.round()
-    assert [r.accept_len for r in session.rounds[req.rid]] == [0] * 4
+    assert session.prop_lens == [[0]] * 4
     assert session.worker.state()["fallbacks"] == {"input_embeds": 1}
 
 
@@ -356,3 +254,48 @@ def test_a_backend_without_host_lengths_gets_none() -> None:
     session.round(without_host_lengths)
     call = session.rig.target.calls[-1]
     assert call.seq_lens_cpu is None and call.seq_lens_sum is None
+
+
+def draft_input(*tokens: int, overlap: bool) -> D3DDraftInput:
+    """Anchors `tokens` of rows of 10 times as many tokens; under overlap only row indices are relayed."""
+    anchors = torch.tensor(tokens)
+    if overlap:
+        return D3DDraftInput(bonus_tokens=None, new_seq_lens=anchors * 10, future_indices=anchors)
+    return D3DDraftInput(bonus_tokens=anchors, new_seq_lens=anchors * 10)
+
+
+def test_draft_input_filter_and_merge_without_overlap() -> None:
+    rows = draft_input(1, 2, 3, overlap=False)
+    rows.filter_batch(torch.tensor([2, 0]))
+    rows.merge_batch(draft_input(4, overlap=False))
+    assert rows.bonus_tokens is not None and rows.bonus_tokens.tolist() == [3, 1, 4]
+    assert rows.new_seq_lens.tolist() == [30, 10, 40]
+    assert rows.future_indices is None
+
+
+def test_draft_input_filter_and_merge_with_overlap() -> None:
+    rows = draft_input(1, 2, 3, overlap=True)
+    rows.filter_batch(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    rows.merge_batch(draft_input(5, 4, overlap=True))
+    assert rows.future_indices is not None and rows.future_indices.tolist() == [2, 3, 5, 4]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_draft_input_of_no_rows(overlap: bool) -> None:
+    rows = draft_input(1, 2, overlap=overlap)
+    rows.filter_batch(torch.tensor([], dtype=torch.int64))
+    rows.merge_batch(draft_input(3, overlap=overlap))
+    kept = rows.future_indices if overlap else rows.bonus_tokens
+    assert kept is not None and kept.tolist() == [3]
+
+
+def test_state_shows_rounds_and_options() -> None:
+    worker = Session(block_size=4).worker
+    worker.on_verify_complete_cpu([3, 0])
+    worker.on_verify_complete_cpu([1])
+    state = worker.state()
+    assert state["accept_length_histogram"] == [1, 1, 0, 1]
+    assert (state["rounds"], state["row_rounds"], state["block_size"]) == (2, 3, 4)
+    assert state["options"] == {"mode": "sync", "drafter_device": "target"}
+    assert state["option_sources"] == {"mode": "default", "drafter_device": "default"}
+    json.dumps(state)
