@@ -1,9 +1,9 @@
-"""Host cost of a D3D round: time inside `D3DWorker.forward_batch_generation` that is neither target nor drafter.
+"""Host cost of a D3D round: time inside `D3DWorker.forward_batch_generation` outside target and drafter.
 
-A greedy decode round runs with a target and a drafter that return prepared tensors and clock themselves; their
-time is subtracted and all that is left counts: bookkeeping of rows, acceptance, the target's inputs, SGLang's
-result. One piece of that is device work, the target's choice, an argmax over `[N * B, V]`: the host of a GPU
-pays its launch and nothing else, while on a CPU it takes milliseconds and empties the caches. So two passes:
+A greedy decode round runs with a target and a drafter that return prepared tensors. Their time is subtracted
+and all that is left counts: bookkeeping of rows, acceptance, the target's inputs, SGLang's result. One part
+of that is device work, the target's choice, an argmax over `[N * B, V]`: the host of a GPU pays its launch
+and nothing else, while on a CPU it takes milliseconds and empties the caches. So there are two passes:
 
 - `extra_ms`: logits of two tokens. The host's cost with every call in place and no work of the size of V.
 - `cold_extra_ms`: logits of V tokens, the time of the choice (`choice_ms`) subtracted as well. The same code
@@ -110,9 +110,7 @@ class GreedyRows:
         )
         self.num_rows = num_rows
         self._reqs = [self.rig.request(range(1, PROMPT_LEN + 1)) for _ in range(num_rows)]
-        prompts = self.rig.extend_batch(
-            self._reqs, ends=[PROMPT_LEN] * num_rows, prefix_lens=[0] * num_rows
-        )
+        prompts = self.rig.extend_batch(self._reqs, ends=[PROMPT_LEN] * num_rows, prefix_lens=[0] * num_rows)
         self._draft_input = self.rig.run(prompts).next_draft_input
 
     def round(self) -> None:
@@ -202,10 +200,12 @@ def count_ops(num_rows: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the host cost of a D3D round; see the module's text.")
+    parser = argparse.ArgumentParser(
+        description="Measure the host cost of a D3D round; see the module's text."
+    )
     parser.add_argument("--rounds", type=int, default=500, help="measured rounds per pass (default 500)")
     parser.add_argument("--warmup", type=int, default=50, help="rounds before them (default 50)")
-    parser.add_argument("--ops", action="store_true", help="list the torch operations of a round, measure nothing")
+    parser.add_argument("--ops", action="store_true", help="only list the torch operations of a round")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.ops:
@@ -215,7 +215,8 @@ def main() -> None:
 
 
 def _measure_all(*, num_rounds: int, num_warmup: int) -> None:
-    runs, metrics = [], {}
+    runs = []
+    metrics: dict[str, float] = {}
     for num_rows in BARS_MS:
         for vocab_size in (NO_VOCAB, VOCAB_SIZE):
             rounds = measure(num_rows, vocab_size=vocab_size, num_rounds=num_rounds, num_warmup=num_warmup)
@@ -224,7 +225,12 @@ def _measure_all(*, num_rounds: int, num_warmup: int) -> None:
             metrics |= metrics_of(rounds, num_rows=num_rows, vocab_size=vocab_size)
         metrics[f"num_ops_b{num_rows}"] = count_ops(num_rows).total()
         _print_row(num_rows, metrics)
-    settings = {"block_size": BLOCK_SIZE, "num_rounds": num_rounds, "num_warmup": num_warmup, "num_threads": 1}
+    settings = {
+        "block_size": BLOCK_SIZE,
+        "num_rounds": num_rounds,
+        "num_warmup": num_warmup,
+        "num_threads": torch.get_num_threads(),
+    }
     path = write_result(make_result("host_overhead", runs=runs, metrics=metrics, settings=settings))
     print(f"wrote {path}")
     print(json.dumps(metrics))
@@ -239,8 +245,9 @@ def _print_row(num_rows: int, metrics: dict[str, float]) -> None:
         metrics[f"{name}_b{num_rows}"] for name in ("extra_ms", "cold_extra_ms", "choice_ms", "num_ops")
     )
     bar = BARS_MS[num_rows]
+    verdict = "ok" if extra <= bar else "ABOVE IT"
     print(
-        f"batch {num_rows:2}: host {extra:.3f} ms a round (bar {bar} ms: {'ok' if extra <= bar else 'ABOVE IT'}), "
+        f"batch {num_rows:2}: host {extra:.3f} ms a round (bar {bar} ms: {verdict}), "
         f"{ops} torch operations; with the choice over {VOCAB_SIZE} tokens on this device "
         f"{cold:.3f} ms and {choice:.3f} ms for the choice itself"
     )

@@ -39,7 +39,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine. `load_1min` is its load average when the record was made, the script's own load included."""
+    """The machine. `load_1min` is its load average after the measurement, which is part of it."""
 
     cpu: str
     num_cores: int
@@ -81,7 +81,7 @@ def make_result(
 
 
 def write_result(result: Result, root: Path = ROOT) -> Path:
-    """Write a record below `root`; readers see the old file or the new one, never a part. Returns its path."""
+    """Write a record below `root` and return its path; readers see the old file or the new one, whole."""
     path = root / RESULTS / f"{result.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(result), indent=1, allow_nan=False) + "\n"

@@ -22,7 +22,8 @@ import torch
 
 from d3d_sglang import cpu_engine
 
-cpu_engine.install()  # SGLang cannot be imported before it on a machine without a GPU: import its names from here
+# Without it SGLang cannot be imported on a machine without a GPU, so others import SGLang's names from here.
+cpu_engine.install()
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # noqa: E402
@@ -33,6 +34,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from d3d_sglang import worker as worker_module  # noqa: E402
+from d3d_sglang.integration import drafter_setup, state_route, target_hooks  # noqa: E402
 from d3d_sglang.integration.spec_input import D3DDraftInput  # noqa: E402
 from d3d_sglang.worker import D3DWorker  # noqa: E402
 
@@ -124,19 +126,27 @@ class WorkerRig:
         params.normalize(tokenizer)
         self._num_requests += 1
         req = Req(
-            f"request-{self._num_requests}", "", array("q", prompt_ids), params, vocab_size=self.sizes.vocab_size
+            f"request-{self._num_requests}",
+            "",
+            array("q", prompt_ids),
+            params,
+            vocab_size=self.sizes.vocab_size,
         )
         req.tokenizer = tokenizer
         return req
 
-    def extend_batch(self, reqs: Sequence[Req], *, ends: Sequence[int], prefix_lens: Sequence[int]) -> ScheduleBatch:
+    def extend_batch(
+        self, reqs: Sequence[Req], *, ends: Sequence[int], prefix_lens: Sequence[int]
+    ) -> ScheduleBatch:
         """Prefill tokens `prefix_lens[i]` to `ends[i]` of every request; new ones get a row."""
         rows = self.pool.alloc(list(reqs))
         assert rows is not None, "more requests than rows"
         for req, end in zip(reqs, ends, strict=True):
             req.kv.kv_allocated_len = end
         spans = list(zip(reqs, rows, prefix_lens, ends, strict=True))
-        input_ids = [t for req, _, start, end in spans for t in (req.origin_input_ids + req.output_ids)[start:end]]
+        input_ids = [
+            t for req, _, start, end in spans for t in (req.origin_input_ids + req.output_ids)[start:end]
+        ]
         slots = [self.pool.req_to_token[row, start:end] for _, row, start, end in spans]
         batch = self._batch(reqs, seq_lens=torch.tensor(ends), mode=ForwardMode.EXTEND)
         batch.input_ids = torch.tensor(input_ids)
@@ -152,7 +162,7 @@ class WorkerRig:
         return batch
 
     def run(self, batch: ScheduleBatch, **kwargs: Any) -> GenerationBatchResult:
-        """One call of the worker, in inference mode and with the batch restored after it, as the scheduler does."""
+        """One call of the worker as the scheduler does it: in inference mode, the batch restored after it."""
         before = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
         with torch.inference_mode():
             result = self.worker.forward_batch_generation(batch, **kwargs)
@@ -206,11 +216,11 @@ def _without_weights(sizes: RigSizes, make_executor: Callable[[int], StubExecuto
         for owner, name, value in (
             (worker_module, "get_spec", lambda: spec),
             (worker_module, "read_drafter", lambda _path: checkpoint),
-            (worker_module.drafter_setup, "load_model", lambda *_args, **_kwargs: None),
-            (worker_module.drafter_setup, "make_executor", lambda *_args, num_rows, **_kwargs: make_executor(num_rows)),
-            (worker_module.target_hooks, "install", lambda **_kwargs: None),
-            (worker_module.state_route, "publish", lambda _state: None),
-            (worker_module.cpu_engine, "install_target_verify", lambda: None),
+            (drafter_setup, "load_model", lambda *_args, **_kwargs: None),
+            (drafter_setup, "make_executor", lambda *_args, num_rows, **_kw: make_executor(num_rows)),
+            (target_hooks, "install", lambda **_kwargs: None),
+            (state_route, "publish", lambda _state: None),
+            (cpu_engine, "install_target_verify", lambda: None),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         yield

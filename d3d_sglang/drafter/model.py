@@ -43,6 +43,7 @@ class DrafterModel:
         forbidden[mask_token_id] = True
         forbidden[vocab_size:] = True
         self._forbidden = forbidden  # [V]
+        self._max_token_id = forbidden.shape[0] - 1
 
     @property
     def num_layers(self) -> int:
@@ -62,6 +63,8 @@ class DrafterModel:
     ) -> torch.Tensor:
         """Hidden states `[N, W, E]` of a window of `token_ids` `[N, W]`."""
         # No cache, no mask function: transformers then builds neither of its own.
+        # A target with more padding rows than the drafter may emit ids the drafter has no row for.
+        token_ids = token_ids.clamp(max=self._max_token_id)
         output = self._body(input_ids=token_ids, position_ids=position_ids, use_cache=False, window_plan=plan)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden

@@ -50,7 +50,7 @@ def plain_decode(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def scripted_candidates(tokens: Sequence[int], *, block_size: int) -> list[int]:
-    """B-1 candidates after `tokens`: the target's own continuation with one error at a seeded place, or none."""
+    """B-1 candidates after `tokens`: the target's continuation with an error at a seeded place, or none."""
     num_right = zlib.crc32(array("q", tokens).tobytes(), 1) % block_size
     candidates = plain_decode(tokens, block_size - 1)
     if num_right < len(candidates):
@@ -65,7 +65,7 @@ def scripted_logits(tokens: Sequence[int], *, block_size: int) -> torch.Tensor:
 
 
 class ScriptedExecutor(StubExecutor):
-    """Keeps a row's tokens as a real executor keeps their K/V, and drafts `scripted_candidates` after them."""
+    """Keeps a row's tokens as a real executor keeps K/V, and drafts `scripted_candidates` after them."""
 
     def __init__(self, *, num_rows: int, capacity: int, block_size: int) -> None:
         super().__init__(num_rows=num_rows, capacity=capacity, block_size=block_size)

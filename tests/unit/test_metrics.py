@@ -46,10 +46,10 @@ def test_a_fallback_is_logged_once_per_reason_and_counted_always(caplog: pytest.
         stats.record_fallback("too_long", "130 tokens")
         stats.record_fallback("too_long", "140 tokens")
         stats.record_fallback("input_embeds", "no ids")
-    assert [(r.levelname, "too_long" in r.getMessage(), "130 tokens" in r.getMessage()) for r in caplog.records] == [
-        ("WARNING", True, True),
-        ("WARNING", False, False),
-    ]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "too_long" in messages[0] and "130 tokens" in messages[0]
+    assert "input_embeds" in messages[1]
     assert stats.as_dict()["fallbacks"] == {"too_long": 2, "input_embeds": 1}
 
 

@@ -54,5 +54,5 @@ def test_a_mode_outside_the_allowed_ones_is_refused(mode: str) -> None:
 
 
 def test_an_unknown_variable_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="SGLANG_D3D_MODUS.*SGLANG_D3D_MODE"):
+    with pytest.raises(ValueError, match=r"SGLANG_D3D_MODUS.*SGLANG_D3D_MODE"):
         resolve_options({"SGLANG_D3D_MODUS": "sync"})

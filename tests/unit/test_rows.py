@@ -1,7 +1,7 @@
 """Drafting of request rows with real networks, against a forward of the whole sequence from scratch.
 
-The reference is `reference.block_logits`: one dense mask, no cache, no rows. Every draft is checked, so a token
-that is missing from a row's cache, is there twice or was never accepted shows as a wrong candidate.
+The reference is `reference.block_logits`: one dense mask, no cache, no rows. Every draft is checked, so a
+token that is missing from a row's cache, is there twice or was never accepted shows as a wrong candidate.
 
 Legend: N rows, B block size.
 """
@@ -128,17 +128,20 @@ class Decoding:
             bound=max(committed) + BLOCK_SIZE,  # an upper bound, as the host's is
         )
 
-    def commit(
-        self, *rows: int, proposal: DraftProposal, accept_lens: Sequence[int], bonus: int = 9
-    ) -> None:
+    def commit(self, *rows: int, proposal: DraftProposal, accept_lens: Sequence[int], bonus: int = 9) -> None:
         anchors = torch.tensor([[self.tokens[row][-1]] for row in rows])
         block = torch.cat([anchors, proposal.tokens], dim=1)
         self.rows.commit(torch.tensor(rows), block, accept_len=torch.tensor(accept_lens))
         for i, row in enumerate(rows):
-            self.tokens[row] += [*proposal.tokens[i, : accept_lens[i]].tolist(), (bonus + row) % MASK_TOKEN_ID]
+            self.tokens[row] += [
+                *proposal.tokens[i, : accept_lens[i]].tolist(),
+                (bonus + row) % MASK_TOKEN_ID,
+            ]
 
 
-def assert_round(network: Network, decoding: Decoding, rows: Sequence[int], accept_lens: Sequence[int]) -> None:
+def assert_round(
+    network: Network, decoding: Decoding, rows: Sequence[int], accept_lens: Sequence[int]
+) -> None:
     """Draft, compare with the reference, commit."""
     proposal = decoding.draft(*rows)
     assert proposal.prop_len.tolist() == [DRAFTED] * len(rows)
@@ -169,9 +172,7 @@ def test_any_interleaving_of_rows_drafts_as_the_reference_does(network: Network,
             row = data.draw(st.sampled_from(rows))
             decoding.start(row, prompt(data.draw(st.integers(1, 12)), seed=9))
         batch = data.draw(st.lists(st.sampled_from(rows), min_size=1, unique=True))
-        accept_lens = data.draw(
-            st.lists(st.integers(0, DRAFTED), min_size=len(batch), max_size=len(batch))
-        )
+        accept_lens = data.draw(st.lists(st.integers(0, DRAFTED), min_size=len(batch), max_size=len(batch)))
         assert_round(network, decoding, batch, accept_lens)
 
 
@@ -354,9 +355,7 @@ def test_a_row_that_outgrows_the_drafter_loses_its_drafts_and_harms_nobody(netwo
 
 
 def test_cache_writes_past_the_capacity_are_not_readable() -> None:
-    shape = CacheShape(
-        num_layers=2, num_rows=3, capacity=6, num_kv_heads=1, head_dim=2, dtype=torch.float32
-    )
+    shape = CacheShape(num_layers=2, num_rows=3, capacity=6, num_kv_heads=1, head_dim=2, dtype=torch.float32)
     cache = RowCache(shape, CPU)
     assert cache.usable == 5
     rows = torch.tensor([1, 2])
@@ -369,13 +368,12 @@ def test_cache_writes_past_the_capacity_are_not_readable() -> None:
     expected[0, 1:4] = k[0]
     expected[1, 4] = k[1, 0]
     assert torch.equal(keys, expected) and torch.equal(values, -expected)
-    assert not cache.prefix(0, rows, length=5)[0].any() and not cache.prefix(1, torch.tensor([0]), length=5)[0].any()
+    assert not cache.prefix(0, rows, length=5)[0].any(), "another layer was written"
+    assert not cache.prefix(1, torch.tensor([0]), length=5)[0].any(), "another row was written"
 
 
 def test_a_cache_takes_the_memory_it_says() -> None:
-    shape = CacheShape(
-        num_layers=3, num_rows=5, capacity=7, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16
-    )
+    shape = CacheShape(num_layers=3, num_rows=5, capacity=7, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16)
     cache = RowCache(shape, CPU)
     rows = torch.arange(5)
     tensors = [t for layer in range(3) for t in cache.prefix(layer, rows, length=7)]

@@ -1,7 +1,7 @@
 """The worker, round by round: against `reference.py` and against plain decoding, with a scripted drafter.
 
-The target and the drafter are functions of the whole token history (see scripted_pair.py), so equality is exact
-and a row that reads one wrong token differs from there on.
+The target and the drafter are functions of the whole token history (see scripted_pair.py), so equality is
+exact and a row that reads one wrong token differs from there on.
 
 Legend: N rows, B block size.
 """
@@ -26,9 +26,7 @@ NO_EOS: frozenset[int] = frozenset()
 
 
 def reference_rounds(prompt: Sequence[int], num_tokens: int, *, block_size: int) -> list[Round]:
-    method = Method(
-        target=all_logits, drafter=partial(scripted_logits, block_size=block_size), mode="sync"
-    )
+    method = Method(target=all_logits, drafter=partial(scripted_logits, block_size=block_size), mode="sync")
     return method.generate(list(prompt), num_tokens, eos_ids=NO_EOS).rounds
 
 

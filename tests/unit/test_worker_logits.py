@@ -1,7 +1,7 @@
 """The worker changes the target's logits exactly as plain decoding does, at every position of a block.
 
-Penalties, minimum lengths, logit bias, seeded sampling and logprobs, in batches that mix rows with and without
-them. The reference decodes one token a step and applies the definitions in plain Python.
+Penalties, minimum lengths, logit bias, seeded sampling and logprobs, in batches that mix rows with and
+without them. The reference decodes one token a step and applies the definitions in plain Python.
 
 Legend: N rows, B block size, V vocabulary.
 """
@@ -76,7 +76,9 @@ def draw(logits: torch.Tensor, *, seed: int, temperature: float, position: int) 
 class SeededSampler:
     """Stands in for SGLang's sampler: takes the rows' parameters, uses up the logits it is given."""
 
-    def __call__(self, output: Any, sampling: Any, *_args: Any, positions: torch.Tensor, **_kwargs: Any) -> torch.Tensor:
+    def __call__(
+        self, output: Any, sampling: Any, *_args: Any, positions: torch.Tensor, **_kwargs: Any
+    ) -> torch.Tensor:
         logits = output.next_token_logits
         assert logits.shape[0] == len(positions) == len(sampling.temperatures) == len(sampling.top_ks)
         assert sampling.logit_bias is None, "the bias was already added"
@@ -200,9 +202,7 @@ def test_sampled_and_greedy_rows_mix() -> None:
     run(session, reqs, with_sampling)
     for i, req in enumerate(reqs):
         choose = (
-            greedy
-            if is_greedy[i]
-            else sampled(len(PROMPTS[i]), seed=seeds[i], temperature=temperatures[i])
+            greedy if is_greedy[i] else sampled(len(PROMPTS[i]), seed=seeds[i], temperature=temperatures[i])
         )
         assert_decoded(session, req, choose)
     drawn = session.output(reqs[1])

@@ -53,8 +53,9 @@ class Session:
         ends = [len(req.origin_input_ids) + len(req.output_ids) for req in reqs]
         batch = self.rig.extend_batch(reqs, ends=ends, prefix_lens=prefix_lens or [0] * len(reqs))
         result = self.rig.run(batch)
-        self._deliver([(req, [token]) for req, token in zip(reqs, result.next_token_ids.tolist(), strict=True)])
-        for req, token in zip(reqs, result.next_token_ids.tolist(), strict=True):
+        first = list(zip(reqs, result.next_token_ids.tolist(), strict=True))
+        self._deliver([(req, [token]) for req, token in first])
+        for req, token in first:
             self.first_token.setdefault(req.rid, token)
         if self.reqs:
             assert self.draft_input is not None
