@@ -19,12 +19,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from bench.answers import TIE_GAP, Answer, Comparison, compare
 from bench.identity_runs import MODES, PLAIN_BATCH, REFERENCE, SERVERS, Identity, Run, Settings
 from bench.prompts import DATA_ENV, data_folder
-from bench.result import make_result, write_result
+from bench.result import ROOT, make_result, write_result
+from serve.launch import ServerError
 from serve.smollm2 import default_home
 
 RESULT_NAME = "identity_cpu"
@@ -85,28 +86,41 @@ def metrics_of(summaries: Mapping[Run, Summary]) -> dict[str, float | int]:
     return metrics
 
 
+def _ask_all(settings: Settings, *, data: Path, work: Path, console: Console) -> dict[Run, list[Answer]]:
+    """The answers of all runs, with a progress bar, or with lines where nobody sees a bar move."""
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(line: str) -> None:
+            bar.update(task, description=line.strip())
+            if not console.is_terminal:
+                console.print(line.strip(), soft_wrap=True)
+
+        def count(run: Run) -> None:
+            bar.advance(task)
+            show(f"{run}: {bar.tasks[task].completed:.0f} of {bar.tasks[task].total:.0f} answers")
+
+        identity = Identity(settings, data=data, work=work, on_answer=count, progress=show)
+        bar.update(task, total=identity.num_questions * len(MODES) * len(SERVERS))
+        return identity.answers()
+
+
 def main() -> int:
-    """Run, write the record, print the table; 1 if a token differs without an excuse."""
+    """Ask, write the record, print the table; 0 if no token differs without an excuse, else 1."""
     args = _parse_args()
     settings = Settings(args.sets, args.prompts, args.tokens, args.block_size, args.layers)
     console = Console()
-    with Progress(
-        TextColumn("{task.description:<40}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        task = progress.add_task("starting", total=None)
-        identity = Identity(
-            settings,
-            data=data_folder(args.data),
-            work=args.work,
-            on_answer=lambda run: progress.update(task, description=str(run), advance=1),
-            progress=lambda line: progress.update(task, description=line.strip()),
+    try:
+        answers = _ask_all(settings, data=data_folder(args.data), work=args.work, console=console)
+    except (ValueError, ServerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            f"interrupted: the answers so far are kept in {args.work}, run it again to go on", file=sys.stderr
         )
-        progress.update(task, total=identity.num_questions * len(MODES) * len(SERVERS))
-        answers = identity.answers()
+        return 130
     comparisons = {
         run: [compare(plain, other) for plain, other in zip(answers[REFERENCE], given, strict=True)]
         for run, given in answers.items()
@@ -123,7 +137,9 @@ def main() -> int:
         settings=asdict(settings) | {"tie_gap": TIE_GAP, "reference": str(REFERENCE)},
     )
     console.print(_table(summaries))
-    console.print(f"written: {write_result(result)}")
+    # A record of the project is of all of it; a part that was asked for goes to the work folder.
+    written = write_result(result, ROOT if settings == Settings() else args.work)
+    console.print(f"written: {written}", soft_wrap=True)
     return _verdict(result.metrics, settings, console)
 
 
@@ -157,9 +173,8 @@ def _row(run: Run, answer: Answer, comparison: Comparison) -> dict[str, Any]:
 
 
 def _table(summaries: Mapping[Run, Summary]) -> Table:
-    table = Table(
-        "run", "answers", "tokens", "identical", "ties", "mismatches", "tau", title="greedy tokens, fp32"
-    )
+    columns = ("answers", "tokens", "same", "ties", "differ", "tau")
+    table = Table(Column("run", no_wrap=True), *columns, title="greedy tokens, fp32")
     for run, summary in summaries.items():
         counts = (
             summary.num_answers,

@@ -50,8 +50,6 @@ CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # A few small functions are compiled at their first call: tens of seconds each, for no gain here.
     "TORCH_COMPILE_DISABLE": "1",
-    # Threads that spin while they wait make everything ten times slower once another process wants a core.
-    "OMP_WAIT_POLICY": "PASSIVE",
 }
 # What a log line with the first text says about the start-up that follows it.
 STAGES = (
@@ -199,7 +197,7 @@ class ServerProcess:
         if self._process is None:
             return
         # SIGTERM ends the children at once. The first process would take that for a crash and spend seconds
-        # on a diagnosis, so it is killed; Python's resource tracker then removes shared memory and ends.
+        # on a diagnosis, so it is killed. Python's resource tracker gets a moment to end by itself.
         self._signal(signal.SIGTERM)
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""The benchmark of a round's host cost: what it subtracts, and a limit that does not depend on the machine."""
+"""The benchmark of a round's host cost: what it subtracts, and a limit for any machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from bench.host_overhead import NO_VOCAB, VOCAB_SIZE, Round, count_ops, measure, metrics_of
 
-# Torch operations of a greedy round, views and no-op conversions included. Each costs 1 to 5 us on the host of a
-# GPU, more when caches are cold. Raising the limit needs figures from `python -m bench.host_overhead`.
+# Torch operations of a greedy round, views and no-op conversions included. Each costs the host 1 us and more,
+# 5 us where it launches a kernel. Raising the limit needs figures from `python -m bench.host_overhead`.
 MAX_OPS = 61
 
 

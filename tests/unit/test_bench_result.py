@@ -49,7 +49,11 @@ def test_what_is_not_a_number_is_refused_and_the_old_record_stays(tmp_path: Path
     assert json.loads(path.read_text())["metrics"] == METRICS
 
 
-def test_the_commit_is_dirty_when_files_other_than_results_changed(tmp_path: Path) -> None:
+def test_the_commit_is_dirty_when_files_other_than_results_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
     def git(*args: str) -> None:
         identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
         subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True, capture_output=True)

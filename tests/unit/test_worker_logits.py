@@ -160,13 +160,34 @@ def test_penalties_go_on_after_a_retraction() -> None:
         assert output[i] == choose(next_logits([*PROMPTS[0], *output[:i]]).clone(), output[:i])
 
 
-def test_penalties_end_with_the_request() -> None:
+@pytest.mark.parametrize("penalties", [{}, {"frequency": 0.8}])
+def test_penalties_start_anew_with_the_next_request_in_a_row(penalties: dict[str, Any]) -> None:
     session = Session(num_requests=1)
-    run(session, [req := penalised_request(session, PROMPTS[0], {"frequency": 0.8})], with_penalties)
-    session.leave(req)
-    plain = session.request(PROMPTS[1])  # in the same row
-    run(session, [plain], with_penalties)
-    assert_decoded(session, plain, greedy)
+    before = penalised_request(session, PROMPTS[0], {"frequency": 0.8, "min_new_tokens": 500})
+    run(session, [before], with_penalties)
+    session.leave(before)
+    req = penalised_request(session, PROMPTS[1], penalties)
+    run(session, [req], with_penalties)
+    assert_decoded(session, req, penalised(**penalties))
+
+
+@pytest.mark.parametrize("min_new_tokens", [1, 2, 3, 7, 12])
+def test_stop_tokens_are_kept_back_for_exactly_the_minimum(min_new_tokens: int) -> None:
+    """The bias makes a stop token the first choice wherever it is allowed."""
+    session = Session()
+    req = penalised_request(session, PROMPTS[2], {"min_new_tokens": min_new_tokens})
+    bias = torch.zeros(1, VOCAB_SIZE)
+    bias[0, STOP_ID] = 50.0
+
+    def with_bias(batch: Any) -> None:
+        with_penalties(batch)
+        batch.sampling_info.logit_bias = bias.clone()
+
+    run(session, [req], with_bias)
+    output = session.output(req)
+    first_stop = max(min_new_tokens, 1)  # the first token is the prefill's
+    assert output[1:first_stop] == plain_decode([*PROMPTS[2], output[0]], first_stop - 1)
+    assert set(output[first_stop:]) == {STOP_ID}
 
 
 def test_logit_bias_is_added_at_every_position() -> None:

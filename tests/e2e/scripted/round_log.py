@@ -17,6 +17,7 @@ import torch
 
 from d3d_sglang.drafter.rows import DrafterRows
 from d3d_sglang.spec_types import DraftProposal
+from tests.e2e.scripted.script import Scene
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,20 @@ def read_rounds(path: Path) -> list[LoggedRound]:
     return [LoggedRound(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def rounds_of_scene(rounds: Iterable[LoggedRound], scene: int, *, num_tokens: int) -> list[LoggedRound]:
-    """Rounds of one scene that began before prompt and answer had `num_tokens` tokens.
+def requests_of_scene(rounds: Iterable[LoggedRound], scene: Scene) -> list[list[LoggedRound]]:
+    """Rounds of every request that had the scene's prompt, one request after the other.
 
-    Under the overlap scheduler a request that has ended is in one more round, whose result nobody reads.
+    Under the overlap scheduler a request that has ended is in one more round, whose result nobody reads: such
+    rounds are left out.
     """
-    return [one for one in rounds if one.scene == scene and one.committed_len + 1 < num_tokens]
+    requests: list[list[LoggedRound]] = []
+    for one in rounds:
+        if one.scene != scene.number or one.committed_len + 1 >= len(scene.token_ids):
+            continue
+        if one.committed_len == len(scene.prompt_ids):
+            requests.append([])
+        requests[-1].append(one)
+    return requests
 
 
 class LoggedRows(DrafterRows):
