@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from d3d_sglang.drafter.checkpoint import DrafterCheckpoint, check_pair, read_drafter
+from d3d_sglang.options import resolve_options
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def validate(args: Any) -> None:
             raise ValueError(
                 f"D3D: environment variable {name} is {os.environ[name]!r}, it must be unset: {reason}"
             )
+    resolve_options(os.environ)
     _check_attention_backends(args)
     _check_target(AutoConfig.from_pretrained(args.model_path, trust_remote_code=bool(args.trust_remote_code)))
     drafter = load_checkpoint(args)
