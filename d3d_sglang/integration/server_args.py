@@ -35,8 +35,8 @@ class Refusal:
         value = getattr(args, self.field)
         if value not in self.allowed:
             flag = "--" + self.field.replace("_", "-")
-            allowed = " or ".join("unset" if x in (None, False, []) else repr(x) for x in self.allowed)
-            raise ValueError(f"D3D: {flag} is {value!r}, it must be {allowed}: {self.reason}")
+            allowed = dict.fromkeys("unset" if x in (None, False, []) else repr(x) for x in self.allowed)
+            raise ValueError(f"D3D: {flag} is {value!r}, it must be {' or '.join(allowed)}: {self.reason}")
 
 
 _NOT_LOSSLESS = "accepting by threshold changes the output distribution"
