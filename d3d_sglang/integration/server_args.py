@@ -117,7 +117,8 @@ def load_checkpoint(args: Any) -> DrafterCheckpoint:
 
 def block_size(args: Any, drafter: DrafterCheckpoint) -> int:
     """Tokens of a block: `--speculative-num-draft-tokens` if given, else what the drafter was made for."""
-    return int(args.speculative_num_draft_tokens or drafter.d3d_config.block_size)
+    given = args.speculative_num_draft_tokens
+    return drafter.d3d_config.block_size if given is None else int(given)
 
 
 def settle(args: Any) -> None:
