@@ -84,7 +84,7 @@ def write_result(result: Result, root: Path = ROOT) -> Path:
     """Write a record below `root` and return its path; readers see the old file or the new one, whole."""
     path = root / RESULTS / f"{result.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(asdict(result), indent=1, allow_nan=False) + "\n"
+    text = _as_json(result)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{result.name}-", delete=False) as file:
         file.write(text)
         file.flush()
@@ -92,6 +92,14 @@ def write_result(result: Result, root: Path = ROOT) -> Path:
     Path(file.name).chmod(0o644)
     os.replace(file.name, path)
     return path
+
+
+def _as_json(result: Result) -> str:
+    """Indented, but with one run a line: there may be thousands of numbers in them."""
+    fields = asdict(result)
+    runs = [json.dumps(run, allow_nan=False) for run in fields.pop("runs")]
+    head = json.dumps(fields, indent=1, allow_nan=False).removesuffix("\n}")
+    return head + ',\n "runs": [\n  ' + ",\n  ".join(runs) + "\n ]\n}\n"
 
 
 def _commit(root: Path) -> Commit:

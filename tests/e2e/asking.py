@@ -1,0 +1,137 @@
+"""Asking a server the cases, and holding its replies against the plain server's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.answers import Answer, TopTwo, compare
+from serve.launch import ServerProcess
+from tests.e2e.cases import Case
+from tests.e2e.scripted.round_log import LoggedRound, read_rounds
+from tests.e2e.scripted.script import Script
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server said to a case."""
+
+    case: Case
+    raw: dict[str, Any]
+
+    def cut(self, num_tokens: int) -> Reply:
+        """The reply to the same request with a lower limit, as far as its tokens go."""
+        return Reply(self.case, {**self.raw, "output_ids": self.output_ids[:num_tokens]})
+
+    @property
+    def output_ids(self) -> list[int]:
+        return list(self.raw["output_ids"])
+
+    @property
+    def text(self) -> str:
+        return str(self.raw["text"])
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return dict(self.raw["meta_info"])
+
+    @property
+    def ended_by(self) -> str:
+        """`stop` or `length`."""
+        return str(self.meta["finish_reason"]["type"])
+
+    @property
+    def histogram(self) -> list[int]:
+        """Entry k counts the rounds that accepted k candidates."""
+        return list(self.meta.get("spec_correct_drafts_histogram", []))
+
+    def answer(self) -> Answer:
+        """As `bench.answers` compares it."""
+        return Answer(
+            name=self.case.name,
+            prompt_ids=self.case.prompt_ids,
+            output_ids=tuple(self.output_ids),
+            top_two=tuple(_top_two(position) for position in self.meta.get("output_top_logprobs") or ()),
+            accept_histogram=tuple(self.histogram),
+        )
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server under test, and the files a test looks into."""
+
+    name: str
+    process: ServerProcess
+    rounds_file: Path | None = None
+    script: Script | None = None
+
+    def ask(self, case: Case, **fields: Any) -> Reply:
+        """The server's reply; `fields` are added to the request."""
+        raw = self.process.generate(
+            case.prompt_ids, sampling=case.sampling_params, **{**case.fields, **fields}
+        )
+        return Reply(case, raw)
+
+    def ask_together(self, cases: Sequence[Case], *, at_once: int, **fields: Any) -> list[Reply]:
+        """Replies in the order of `cases`, with `at_once` requests running at any time."""
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda case: self.ask(case, **fields), cases))
+
+    def rounds(self) -> list[LoggedRound]:
+        """All rounds so far, one entry per row."""
+        assert self.rounds_file is not None, f"server {self.name} does not log rounds"
+        return read_rounds(self.rounds_file) if self.rounds_file.exists() else []
+
+    def log(self) -> str:
+        return self.process.log.read_text(errors="replace")
+
+
+def same_tokens(plain: Reply, reply: Reply) -> bool:
+    """Fail if a reply's tokens are not the plain server's; False where they part at a tie."""
+    comparison = compare(plain.answer(), reply.answer())
+    if comparison.excused:
+        warnings.warn(f"{plain.case}: a tie at position {comparison.position}", stacklevel=2)
+    assert comparison.identical or comparison.excused, (
+        f"{plain.case}: differs at {comparison.position} (gap {comparison.gap}):\n"
+        f"  plain {plain.output_ids} {plain.text!r}\n  D3D   {reply.output_ids} {reply.text!r}"
+    )
+    return comparison.identical
+
+
+def same_reply(plain: Reply, reply: Reply) -> bool:
+    """As `same_tokens`, and text and reason of the end are the plain server's too."""
+    if not same_tokens(plain, reply):
+        return False
+    assert reply.text == plain.text
+    assert reply.meta["finish_reason"] == plain.meta["finish_reason"]
+    return True
+
+
+def rounds_of(reply: Reply, rounds: Sequence[LoggedRound]) -> list[LoggedRound]:
+    """The rounds behind a reply, out of those logged while it was made.
+
+    A request that has ended is in one more round, whose result nobody reads: it is left out.
+    """
+    prompt_len = len(reply.case.prompt_ids)
+    tokens = [*reply.case.prompt_ids, *reply.output_ids]
+    by_row: dict[int, list[LoggedRound]] = {}
+    for one in rounds:
+        in_answer = prompt_len <= one.committed_len < len(tokens) - 1
+        if in_answer and tokens[one.committed_len] == one.block[0]:
+            by_row.setdefault(one.row, []).append(one)
+    found = [mine for mine in by_row.values() if len(mine) == reply.meta["spec_verify_ct"]]
+    assert len(found) == 1, f"{reply.case}: {len(found)} rows have its rounds"
+    return found[0]
+
+
+def _top_two(position: Sequence[Sequence[Any]]) -> TopTwo:
+    # JSON has no infinity: what a grammar forbids comes as null.
+    first, second = (
+        (-math.inf if entry[0] is None else float(entry[0]), int(entry[1])) for entry in position[:2]
+    )
+    return first, second
