@@ -23,7 +23,7 @@ setup:
 	@scripts/setup.sh
 
 demo: setup
-	@$(ENV) python -m serve.demo
+	@$(ENV) python -m serve.demo $(ARGS)
 
 test: setup
 	@$(CPU) $(PYTEST) -m "not gpu and not slow" tests $(ARGS)

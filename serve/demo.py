@@ -1,8 +1,8 @@
 """`make demo`: serve a small model with D3D, ask three questions, compare with plain decoding.
 
-Starts SGLang's own server twice, first plain and then with D3D, and asks both the same three questions through
-the official openai client, streaming. Prints the answers as they come and a table last. The exit status is 1
-if an answer differs, since greedy D3D must not change a token.
+Starts SGLang's own server twice, first plain and then with D3D, and asks both the same three questions
+through the official openai client, streaming. Prints the answers as they come and a table last. The exit
+status is 1 if an answer differs in fp32, since greedy D3D must not change a token.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ class Answer:
         return (self.num_tokens - 1) / self.num_rounds if self.num_rounds else None
 
 
-def make_drafter(model: Path, *, dtype: str) -> Path:
-    """A drafter with a few of the target's layers, made once. It is not trained: few candidates are accepted."""
+def make_drafter(model: Path) -> Path:
+    """A drafter with a few of the target's layers, made once; it is not trained, so it drafts badly."""
     out = default_home() / "drafters" / f"{model.name}-{len(DRAFTER_LAYERS)}-layers"
     if not out.exists():
         plan = DrafterPlan(
-            source=str(model), target=str(model), out=out, block_size=BLOCK_SIZE, layers=DRAFTER_LAYERS, fanout=2
+            source=str(model),
+            target=str(model),
+            out=out,
+            block_size=BLOCK_SIZE,
+            layers=DRAFTER_LAYERS,
+            fanout=2,
         )
         init_drafter(plan, progress=lambda line: print(f"  {line}", file=sys.stderr))
     return read_drafter(out).path
@@ -111,35 +116,44 @@ def print_table(plain: Sequence[Answer], d3d: Sequence[Answer], *, device: str, 
     for number, (one, other) in enumerate(zip(d3d, plain, strict=True), start=1):
         tau = f"{one.tau:.2f}" if one.tau is not None else "-"
         speeds = [f"{(x.num_tokens - 1) / x.seconds:.1f}" if x.seconds > 0 else "-" for x in (one, other)]
-        table.add_row(str(number), str(one.num_tokens), tau, *speeds, "yes" if one.text == other.text else "NO")
+        table.add_row(
+            str(number), str(one.num_tokens), tau, *speeds, "yes" if one.text == other.text else "NO"
+        )
     console.print(table)
     console.print(
-        f"tau: tokens per verify round, 1.00 means no candidate was accepted. The drafter is {len(DRAFTER_LAYERS)} "
-        "untrained layers of the target, so expect about 1."
+        "tau: tokens per verify round, 1.00 means no candidate was accepted. The drafter is "
+        f"{len(DRAFTER_LAYERS)} untrained layers of the target, so expect about 1."
     )
     if device == "cpu":
-        console.print("This ran on a CPU: it shows that the text is the same, and tau. It does not show speed.")
+        console.print(
+            "This ran on a CPU: it shows that the text is the same, and tau. It does not show speed."
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Serve a small model with D3D and ask it three questions.")
-    parser.parse_args()
+    parser.add_argument("server_args", nargs="*", help="further arguments of both servers, after --")
+    extra = parser.parse_args().server_args
     console = Console()
     device = pick_device()
     dtype = "bfloat16" if device == "cuda" else "float32"
     console.print(f"[1/4] target: SmolLM2-135M-Instruct, {dtype}, on {device}")
     model = smollm2_folder(dtype=dtype)
     console.print("[2/4] drafter: a few of the target's layers, not trained")
-    drafter = make_drafter(model, dtype=dtype)
+    drafter = make_drafter(model)
     flags = ("--speculative-algorithm", "D3D", "--speculative-draft-model-path", str(drafter))
     try:
-        plain = ask_all(model, (), title="[3/4] plain SGLang", console=console)
-        d3d = ask_all(model, flags, title="[4/4] SGLang with --speculative-algorithm D3D", console=console)
+        plain = ask_all(model, extra, title="[3/4] plain SGLang", console=console)
+        d3d = ask_all(
+            model, [*flags, *extra], title="[4/4] SGLang with --speculative-algorithm D3D", console=console
+        )
     except ServerError as error:
         console.print(f"The server failed: {error}", style="red", markup=False)
         return 1
     print_table(plain, d3d, device=device, console=console)
-    return 0 if all(a.text == b.text for a, b in zip(plain, d3d, strict=True)) or device == "cuda" else 1
+    same = all(one.text == other.text for one, other in zip(plain, d3d, strict=True))
+    # In bf16 a block and a single token round differently, so near ties may fall the other way.
+    return 0 if same or dtype == "bfloat16" else 1
 
 
 if __name__ == "__main__":

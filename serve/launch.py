@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 2.0
 REQUEST_TIMEOUT_S = 600.0
 POLL_S = 0.25
+PORTS = (20_000, 32_000)
 TAIL_LINES = 40
 
 CPU_FLAGS = (
@@ -95,10 +97,16 @@ def require_plugin() -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nothing listens on.
+
+    It lies below the range outgoing connections take theirs from: until the server binds it, half a minute
+    later, one of those could have taken it.
+    """
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def print_progress(message: str) -> None:

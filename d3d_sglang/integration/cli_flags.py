@@ -16,12 +16,19 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from d3d_sglang.options import OPTION_SPECS
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
+_ALIAS = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 
 
 def install() -> None:
     """Hook SGLang's parser; takes effect when SGLang applies the hooks of all plugins."""
     HookRegistry.register(f"{_ARGS}.add_cli_args", _add_flags, HookType.AFTER)
     HookRegistry.register(f"{_ARGS}.from_cli_args", _take_flags, HookType.AROUND)
+    HookRegistry.register(_ALIAS, _keep_name, HookType.AROUND)
+
+
+def _keep_name(original: Callable[..., Any], algorithm: str | None, *args: Any, **kwargs: Any) -> Any:
+    """SGLang looks for aliases inside the drafter folder, and fails on a missing one before we can say so."""
+    return algorithm if (algorithm or "").upper() == "D3D" else original(algorithm, *args, **kwargs)
 
 
 def _add_flags(_result: Any, parser: argparse.ArgumentParser) -> None:

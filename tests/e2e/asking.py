@@ -113,20 +113,29 @@ def same_reply(plain: Reply, reply: Reply) -> bool:
 
 
 def rounds_of(reply: Reply, rounds: Sequence[LoggedRound]) -> list[LoggedRound]:
-    """The rounds behind a reply, out of those logged while it was made.
+    """The rounds behind a reply, out of those logged while it was made; not for retracted requests.
 
     A request that has ended is in one more round, whose result nobody reads: it is left out.
     """
-    prompt_len = len(reply.case.prompt_ids)
-    tokens = [*reply.case.prompt_ids, *reply.output_ids]
     by_row: dict[int, list[LoggedRound]] = {}
     for one in rounds:
-        in_answer = prompt_len <= one.committed_len < len(tokens) - 1
-        if in_answer and tokens[one.committed_len] == one.block[0]:
-            by_row.setdefault(one.row, []).append(one)
-    found = [mine for mine in by_row.values() if len(mine) == reply.meta["spec_verify_ct"]]
-    assert len(found) == 1, f"{reply.case}: {len(found)} rows have its rounds"
-    return found[0]
+        by_row.setdefault(one.row, []).append(one)
+    starts = [mine[i:] for mine in by_row.values() for i in range(len(mine))]
+    count = reply.meta["spec_verify_ct"]
+    found = [later[:count] for later in starts if _makes(reply, later[:count])]
+    assert found, f"{reply.case}: no row has its {count} rounds"
+    # An earlier one can be the round that was left over by a request with the same prompt.
+    return max(found, key=lambda mine: mine[0].number)
+
+
+def _makes(reply: Reply, rounds: Sequence[LoggedRound]) -> bool:
+    """Whether `rounds` of a row are those of a reply from its first one to its last."""
+    tokens, length = [*reply.case.prompt_ids, *reply.output_ids], len(reply.case.prompt_ids)
+    for one in rounds:
+        if length >= len(tokens) or (one.committed_len, one.block[0]) != (length, tokens[length]):
+            return False
+        length += one.accept_len + 1
+    return len(rounds) == reply.meta["spec_verify_ct"]
 
 
 def _top_two(position: Sequence[Sequence[Any]]) -> TopTwo:

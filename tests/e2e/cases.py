@@ -174,7 +174,9 @@ MORE = tuple(
 )
 _STOCK = inventory(35)
 LONG = Case("long", chat(f"{_STOCK}\nWhat is on shelf 3?"), 8)
-LONG_WITH_SUFFIX = replace(LONG, name="long, other end", prompt=chat(f"{_STOCK}\nHow many shelves are there?"))
+LONG_WITH_SUFFIX = replace(
+    LONG, name="long, other end", prompt=chat(f"{_STOCK}\nHow many shelves are there?")
+)
 CHUNKED = Case("chunked", chat(f"{inventory(60)}\nWhat is on shelf 5?"))
 # For a drafter of 192 positions in a context of 320 tokens; see conftest.
 _TEXT = "The stock of our store:\n" + inventory(40)

@@ -1,7 +1,7 @@
 """Servers of the end-to-end tests: five starts in all, one server alive at a time.
 
-The plain server comes first, answers every case and stops. Then tests run in the order of the D3D servers they
-name (`server` is parametrized by name), so each of those starts once.
+The plain server comes first, answers every case and stops. Then tests run in the order of the D3D servers
+they name (`server` is parametrized by name), so each of those starts once.
 """
 
 from __future__ import annotations

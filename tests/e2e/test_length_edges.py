@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.e2e.asking import Reply, RunningServer, same_reply, same_tokens
+from tests.e2e.asking import Reply, RunningServer, rounds_of, same_reply, same_tokens
 from tests.e2e.cases import EDGES, IDENTITY, SHORT_READ, TO_THE_END
 from tests.e2e.conftest import BLOCK_SIZE, SHORT_CONTEXT, SHORT_POSITIONS
 
@@ -14,8 +14,9 @@ pytestmark = pytest.mark.parametrize("server", ["short"], indirect=True)
 
 def test_a_prompt_in_chunks_is_drafted(server: RunningServer, plain: dict[str, Reply]) -> None:
     before = len(server.rounds())
-    same_reply(plain[SHORT_READ.name], server.ask(SHORT_READ))
-    assert all(one.prop_len == BLOCK_SIZE - 1 for one in server.rounds()[before:])
+    reply = server.ask(SHORT_READ)
+    same_reply(plain[SHORT_READ.name], reply)
+    assert all(one.prop_len == BLOCK_SIZE - 1 for one in rounds_of(reply, server.rounds()[before:]))
 
 
 def test_answers_across_the_edge_are_plain(server: RunningServer, plain: dict[str, Reply]) -> None:
@@ -25,14 +26,12 @@ def test_answers_across_the_edge_are_plain(server: RunningServer, plain: dict[st
         same_reply(plain[case.name], reply)
         assert reply.meta["spec_accept_length"] >= 1
         # A block is drafted exactly where the drafter has positions for all of it.
-        for one in server.rounds()[before:]:
+        for one in rounds_of(reply, server.rounds()[before:]):
             fits = max(one.committed_len, len(case.prompt_ids)) + BLOCK_SIZE <= SHORT_POSITIONS
             assert one.prop_len == (BLOCK_SIZE - 1) * fits, f"{case}: {one}"
 
 
-def test_rows_beyond_and_within_the_edge_in_one_batch(
-    server: RunningServer, plain: dict[str, Reply]
-) -> None:
+def test_rows_beyond_and_within_the_edge_in_one_batch(server: RunningServer, plain: dict[str, Reply]) -> None:
     for reply in server.ask_together((*EDGES, *IDENTITY[:4]), at_once=8):
         same_reply(plain[reply.case.name], reply)
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from d3d_sglang.reference import Method, target_logits
 from tests.e2e.asking import Reply, RunningServer, rounds_of, same_reply, same_tokens
-from tests.e2e.cases import ALL_LENGTHS, CHUNKED, END_ID, IDENTITY, Case
+from tests.e2e.cases import ALL_LENGTHS, CHUNKED, END_ID, IDENTITY, Case, tokenizer
 from tests.e2e.conftest import BLOCK_SIZE
 from tests.e2e.scripted.logits import scripted_logits
 
@@ -36,12 +36,14 @@ def test_rounds_are_those_of_the_reference(
     assert script is not None
     scene = script.find(case.prompt_ids)
     assert scene is not None
-    draft = scripted_logits(script, scene, block_size=BLOCK_SIZE, vocab_size=END_ID + max(scene.token_ids) + 1)
+    draft = scripted_logits(script, scene, block_size=BLOCK_SIZE, vocab_size=len(tokenizer()))
     reference = Method(method.target, draft, mode="sync").generate(
         list(case.prompt_ids), case.max_new_tokens, eos_ids=frozenset({END_ID})
     )
     assert reply.output_ids == reference.output_ids
-    ours = [(one.block[0], one.block[1:], one.accept_len) for one in rounds_of(reply, server.rounds()[before:])]
+    ours = [
+        (one.block[0], one.block[1:], one.accept_len) for one in rounds_of(reply, server.rounds()[before:])
+    ]
     assert ours == [(one.anchor, one.draft, one.accept_len) for one in reference.rounds]
 
 

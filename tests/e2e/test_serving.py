@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -45,7 +46,7 @@ def test_chunks_of_a_stream_make_the_answer(server: RunningServer, plain: dict[s
     replies = [Reply(CASE, json.loads(chunk)) for chunk in chunks]
     assert len(replies) > 3
     texts = [reply.text for reply in replies]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     same_reply(plain[CASE.name], replies[-1])
 
 
