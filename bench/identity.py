@@ -1,19 +1,20 @@
 """Are the tokens the same with D3D as without? Greedy, fp32, on the CPU, with SmolLM2-135M-Instruct.
 
-Three servers answer the same prompts one at a time and eight at once: plain SGLang; D3D with an untrained
-drafter cut from the target, which is nearly always wrong; D3D with a scripted drafter whose candidates are
-the plain answers with seeded errors, so that every accept length occurs. All are compared with the plain
-answers given one at a time. Answers are kept as they come: started again, the bench asks only for what is
-missing. Run it with `make identity`.
+The plain SGLang server answers prompts one at a time; every other run is compared with that. D3D drafts
+synchronously and ahead, with few and many branches, redrafting after a miss or using siblings, with three
+drafters: one scripted from the plain answers with seeded errors, so that every outcome occurs; an untrained
+one cut from the target, nearly always wrong; and the whole target, untrained as a drafter. Answers are kept
+as they come: started again, the bench asks only for what is missing. Run it with `make identity`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,73 +23,94 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from bench.answers import TIE_GAP, Answer, Comparison, compare
-from bench.identity_runs import MODES, PLAIN_BATCH, REFERENCE, SERVERS, Identity, Run, Settings
+from bench.identity_counts import Session
+from bench.identity_metrics import Summary, metrics_of, shortcomings, summarise
+from bench.identity_plan import REFERENCE, Run, Settings
+from bench.identity_runs import Identity
 from bench.prompts import DATA_ENV, data_folder
-from bench.result import ROOT, make_result, write_result
+from bench.result import ROOT, Result, make_result, write_result
 from serve.launch import ServerError
 from serve.smollm2 import default_home
 
 RESULT_NAME = "identity_cpu"
+TABLE_WIDTH = 120  # narrower, names would be cut
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What one run came to, beside the reference answers. `tau` is None on a plain server."""
+class Record:
+    """The record as far as runs are finished; written anew after every one.
 
-    run: Run
-    num_answers: int
-    num_tokens: int
-    identical: int
-    excused: int
-    mismatches: int
-    accept_histogram: tuple[int, ...]
+    A record of the project is of everything; where only a part was asked for it goes to the work folder.
+    """
 
-    @property
-    def tau(self) -> float | None:
-        """Tokens a round adds to a request, the bonus included."""
-        rounds = sum(self.accept_histogram)
-        accepted = sum(length * count for length, count in enumerate(self.accept_histogram))
-        return 1 + accepted / rounds if rounds else None
+    def __init__(self, settings: Settings, *, runs: Sequence[Run], work: Path) -> None:
+        self.summaries: dict[Run, Summary] = {}
+        self._settings = settings
+        self._missing = list(runs)
+        self._root = ROOT if settings == Settings() else work
+        self._rows: list[dict[str, Any]] = []
+        self._reference: dict[str, Answer] = {}
 
+    def add(self, run: Run, answers: Sequence[Answer], sessions: Sequence[Session]) -> Path:
+        """Compare a finished run with the reference, which comes first, and write the record."""
+        if run == REFERENCE:
+            self._reference = {answer.name: answer for answer in answers}
+        comparisons = [compare(self._reference[answer.name], answer) for answer in answers]
+        self.summaries[run] = summarise(run, answers, comparisons, sessions)
+        self._missing.remove(run)
+        self._rows.append(_run_row(self.summaries[run], sessions, answers, comparisons))
+        return write_result(self.result(), self._root)
 
-def summarise(run: Run, answers: Sequence[Answer], comparisons: Sequence[Comparison]) -> Summary:
-    """Count one run's answers and how they compare."""
-    histograms = (answer.accept_histogram for answer in answers)
-    identical = sum(comparison.identical for comparison in comparisons)
-    excused = sum(comparison.excused for comparison in comparisons)
-    return Summary(
-        run=run,
-        num_answers=len(answers),
-        num_tokens=sum(len(answer.output_ids) for answer in answers),
-        identical=identical,
-        excused=excused,
-        mismatches=len(comparisons) - identical - excused,
-        accept_histogram=tuple(sum(counts) for counts in zip_longest(*histograms, fillvalue=0)),
-    )
-
-
-def metrics_of(summaries: Mapping[Run, Summary]) -> dict[str, float | int]:
-    """The record's metrics; tokens, ties and mismatches are those of the D3D servers."""
-    d3d = [summary for run, summary in summaries.items() if run.server != "plain"]
-    scripted = [summary for run, summary in summaries.items() if run.server == "scripted"]
-    seen = {length for summary in scripted for length, count in enumerate(summary.accept_histogram) if count}
-    metrics: dict[str, float | int] = {
-        "prompts": summaries[REFERENCE].num_answers,
-        "tokens": sum(summary.num_tokens for summary in d3d),
-        "mismatches": sum(summary.mismatches for summary in d3d),
-        "excused_ties": sum(summary.excused for summary in d3d),
-        "plain_batch_differences": summaries[PLAIN_BATCH].excused + summaries[PLAIN_BATCH].mismatches,
-        "accept_lengths_seen": len(seen),
-    }
-    for summary in d3d:
-        if summary.tau is not None:
-            metrics[f"tau_{summary.run.server}_{summary.run.mode}"] = round(summary.tau, 4)
-    return metrics
+    def result(self) -> Result:
+        """The record; `complete` among its metrics is 0 as long as runs are missing."""
+        return make_result(
+            RESULT_NAME,
+            runs=self._rows,
+            metrics={
+                "complete": int(not self._missing),
+                **metrics_of(self.summaries, block_size=self._settings.block_size),
+            },
+            settings={
+                **asdict(self._settings),
+                "tie_gap": TIE_GAP,
+                "reference": str(REFERENCE),
+                "threads": os.environ.get("OMP_NUM_THREADS", "all cores"),
+                "runs_missing": [str(run) for run in self._missing],
+            },
+        )
 
 
-def _ask_all(settings: Settings, *, data: Path, work: Path, console: Console) -> dict[Run, list[Answer]]:
-    """The answers of all runs, with a progress bar, or with lines where nobody sees a bar move."""
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def main() -> int:
+    """Ask, write the record, print the table; 0 if no token differs without an excuse, else 1."""
+    args = _parse_args()
+    settings = Settings(args.sets, args.prompts, args.tokens, args.block_size, args.layers, args.only)
+    console = Console()
+    try:
+        record, path = _ask_all(settings, data=data_folder(args.data), work=args.work, console=console)
+    except (ValueError, ServerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            f"interrupted: the answers so far are kept in {args.work}, run it again to go on", file=sys.stderr
+        )
+        return 130
+    Console(width=TABLE_WIDTH).print(_table(record.summaries))
+    metrics = record.result().metrics
+    console.print(" ".join(f"{name} {value}" for name, value in metrics.items()))
+    console.print(f"written: {path}", soft_wrap=True)
+    failures = []
+    if metrics["mismatches"]:
+        failures.append(f"{metrics['mismatches']} answers differ from the plain server's and not at a tie")
+    if settings == Settings():  # a part cannot meet everything
+        failures += shortcomings(metrics, block_size=settings.block_size)
+    for failure in failures:
+        console.print(f"FAILED: {failure}")
+    return int(bool(failures))
+
+
+def _ask_all(settings: Settings, *, data: Path, work: Path, console: Console) -> tuple[Record, Path]:
+    """Finish all runs, with a progress bar, or with lines where nobody sees a bar move."""
+    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
 
@@ -102,78 +124,65 @@ def _ask_all(settings: Settings, *, data: Path, work: Path, console: Console) ->
             show(f"{run}: {bar.tasks[task].completed:.0f} of {bar.tasks[task].total:.0f} answers")
 
         identity = Identity(settings, data=data, work=work, on_answer=count, progress=show)
-        bar.update(task, total=identity.num_questions * len(MODES) * len(SERVERS))
-        return identity.answers()
+        bar.update(task, total=sum(map(identity.num_questions, identity.runs)))
+        record, path = Record(settings, runs=identity.runs, work=work), work
+        started, expected = time.monotonic(), identity.expected_seconds()
+        num_missing = sum(map(identity.num_missing, identity.runs))
+        console.print(f"{num_missing} answers are missing: about {expected / 60:.0f} min on two cores")
+
+        def finish(run: Run, answers: list[Answer], sessions: list[Session]) -> None:
+            nonlocal path
+            path = record.add(run, answers, sessions)
+            left = identity.expected_seconds()
+            if left < expected:
+                left *= (time.monotonic() - started) / (expected - left)
+            console.print(
+                f"finished: {record.summaries[run]}; about {left / 60:.0f} min left", soft_wrap=True
+            )
+
+        identity.ask(finish)
+    return record, path
 
 
-def main() -> int:
-    """Ask, write the record, print the table; 0 if no token differs without an excuse, else 1."""
-    args = _parse_args()
-    settings = Settings(args.sets, args.prompts, args.tokens, args.block_size, args.layers)
-    console = Console()
-    try:
-        answers = _ask_all(settings, data=data_folder(args.data), work=args.work, console=console)
-    except (ValueError, ServerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            f"interrupted: the answers so far are kept in {args.work}, run it again to go on", file=sys.stderr
-        )
-        return 130
-    comparisons = {
-        run: [compare(plain, other) for plain, other in zip(answers[REFERENCE], given, strict=True)]
-        for run, given in answers.items()
-    }
-    summaries = {run: summarise(run, given, comparisons[run]) for run, given in answers.items()}
-    result = make_result(
-        RESULT_NAME,
-        runs=[
-            _row(run, answer, comparison)
-            for run, given in answers.items()
-            for answer, comparison in zip(given, comparisons[run], strict=True)
-        ],
-        metrics=metrics_of(summaries),
-        settings=asdict(settings) | {"tie_gap": TIE_GAP, "reference": str(REFERENCE)},
-    )
-    console.print(_table(summaries))
-    # A record of the project is of all of it; a part that was asked for goes to the work folder.
-    written = write_result(result, ROOT if settings == Settings() else args.work)
-    console.print(f"written: {written}", soft_wrap=True)
-    return _verdict(result.metrics, settings, console)
-
-
-def _verdict(metrics: Mapping[str, float | int], settings: Settings, console: Console) -> int:
-    failed = False
-    if metrics["mismatches"]:
-        failed = True
-        console.print(
-            f"FAILED: {metrics['mismatches']} answers differ from the plain server's and not at a tie"
-        )
-    if metrics["accept_lengths_seen"] < settings.block_size:
-        failed = True
-        console.print(
-            f"FAILED: only {metrics['accept_lengths_seen']} of {settings.block_size} accept lengths occurred "
-            "with the scripted drafter: ask more prompts or more tokens"
-        )
-    return int(failed)
-
-
-def _row(run: Run, answer: Answer, comparison: Comparison) -> dict[str, Any]:
-    # Numbers as text: the record would have a line for each.
+def _run_row(
+    summary: Summary,
+    sessions: Sequence[Session],
+    answers: Sequence[Answer],
+    comparisons: Sequence[Comparison],
+) -> dict[str, Any]:
     return {
-        "run": str(run),
+        "run": str(summary.run),
+        "flags": " ".join(summary.run.server.flags),
+        "answers": summary.num_answers,
+        "tokens": summary.num_tokens,
+        "identical": summary.identical,
+        "excused_ties": summary.excused,
+        "mismatches": summary.mismatches,
+        "tau": summary.tau,
+        "accept_histogram": " ".join(map(str, summary.accept_histogram)),
+        "counts": summary.counts.to_dict(),
+        "sessions": [{"answers": one.num_answers, "seconds": one.seconds, **one.options} for one in sessions],
+        "each": [
+            _answer_row(answer, comparison) for answer, comparison in zip(answers, comparisons, strict=True)
+        ],
+    }
+
+
+def _answer_row(answer: Answer, comparison: Comparison) -> dict[str, Any]:
+    # Numbers as text: the record would have a line for each. Tokens equal to the reference's are left out.
+    shown = () if comparison.identical and not answer.top_two else answer.output_ids
+    return {
         "prompt": answer.name,
         "prompt_tokens": len(answer.prompt_ids),
-        "output_ids": " ".join(map(str, answer.output_ids)),
+        "output_ids": " ".join(map(str, shown)),
         "accept_histogram": " ".join(map(str, answer.accept_histogram)),
         "first_difference": comparison.position,
         "gap": comparison.gap,
     }
 
 
-def _table(summaries: Mapping[Run, Summary]) -> Table:
-    columns = ("answers", "tokens", "same", "ties", "differ", "tau")
+def _table(summaries: dict[Run, Summary]) -> Table:
+    columns = ("answers", "tokens", "same", "ties", "differ", "tau", "hit", "full", "sibling", "redraft")
     table = Table(Column("run", no_wrap=True), *columns, title="greedy tokens, fp32")
     for run, summary in summaries.items():
         counts = (
@@ -184,8 +193,17 @@ def _table(summaries: Mapping[Run, Summary]) -> Table:
             summary.mismatches,
         )
         tau = "" if summary.tau is None else f"{summary.tau:.2f}"
-        table.add_row(str(run), *map(str, counts), tau)
+        origins = [summary.counts.origins[name] for name in ("hit", "full", "sibling", "redraft")]
+        table.add_row(str(run), *map(str, counts), tau, *map(str, origins))
     return table
+
+
+def _texts(value: str) -> tuple[str, ...]:
+    return tuple(value.split(","))
+
+
+def _numbers(value: str) -> tuple[int, ...]:
+    return tuple(map(int, value.split(",")))
 
 
 def _parse_args() -> argparse.Namespace:
@@ -195,27 +213,15 @@ def _parse_args() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--data", help=f"folder of the benchmark sets (default: {DATA_ENV}, or ../shared/data/bench)"
-    )
-    parser.add_argument(
-        "--work", type=Path, default=default_home() / "identity", help="where answers are kept"
-    )
-    parser.add_argument(
-        "--sets", type=lambda text: tuple(text.split(",")), default=default.sets, metavar="A,B"
-    )
-    parser.add_argument(
-        "--prompts", type=int, default=default.prompts_per_set, help="conversations of each set"
-    )
-    parser.add_argument("--tokens", type=int, default=default.num_tokens, help="new tokens of an answer")
-    parser.add_argument("--block-size", type=int, default=default.block_size)
-    parser.add_argument(
-        "--layers",
-        type=lambda text: tuple(map(int, text.split(","))),
-        default=default.layers,
-        metavar="0,29",
-        help="layers of the target the drafter is made of",
-    )
+    add = parser.add_argument
+    add("--data", help=f"folder of the benchmark sets (default: {DATA_ENV}, or ../shared/data/bench)")
+    add("--work", type=Path, default=default_home() / "identity", help="where answers are kept")
+    add("--only", type=_texts, default=(), metavar="A,B", help="runs whose names contain A or B")
+    add("--sets", type=_texts, default=default.sets, metavar="A,B")
+    add("--prompts", type=int, default=default.prompts_per_set, help="conversations of each set")
+    add("--tokens", type=int, default=default.num_tokens, help="new tokens of an answer")
+    add("--block-size", type=int, default=default.block_size)
+    add("--layers", type=_numbers, default=default.layers, metavar="0,29", help="of the target, for `cut`")
     return parser.parse_args()
 
 

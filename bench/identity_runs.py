@@ -1,4 +1,4 @@
-"""The runs of the identity bench: which servers are asked what, and where their answers are kept.
+"""The runs of the identity bench: how its servers are started and asked, and where their answers are kept.
 
 One server runs at a time, and only if an answer of it is missing. Later turns of a conversation contain the
 plain server's answers to earlier ones, so every server sees the same prompts. Knows nothing of comparing or
@@ -7,59 +7,34 @@ reporting.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from bench.answers import Answer, AnswerStore, Question, ask_all
+from bench.identity_counts import Counts, Session, SessionStore, counts_of, read_log, server_state
+from bench.identity_plan import PLAIN, REFERENCE, START_SECONDS, Run, Server, Settings, planned_runs
 from bench.prompts import Conversation, assistant, chat_ids, read_set, user
 from bench.result import ROOT
 from d3d_sglang.drafter.initialise import DrafterPlan, init_drafter
 from d3d_sglang.drafter_config import DEFAULT_FANOUT
-from serve.launch import ServerProcess
-from serve.smollm2 import smollm2_folder
+from serve.launch import ServerError, ServerProcess
+from serve.smollm2 import default_home, smollm2_folder
 from tests.e2e.scripted.environment import scripted_environment
 from tests.e2e.scripted.script import Script
 
-SETS = ("gsm8k", "humaneval", "mbpp", "math500", "mt_bench")
-SERVERS = ("plain", "drafter", "scripted")
-MODES: Mapping[str, int] = {"one": 1, "eight": 8}  # requests at once
 # What tokens on the CPU depend on besides our own code.
 PACKAGES = ("sglang", "torch", "transformers")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One server in one mode."""
-
-    server: str
-    mode: str
-
-    def __str__(self) -> str:
-        return f"{self.server}, {self.mode} at {'a time' if self.mode == 'one' else 'once'}"
-
-
-REFERENCE = Run("plain", "one")
-PLAIN_BATCH = Run("plain", "eight")  # shows what batching alone does to tokens
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is asked and of whom."""
-
-    sets: tuple[str, ...] = SETS
-    prompts_per_set: int = 8
-    num_tokens: int = 64
-    block_size: int = 16
-    layers: tuple[int, ...] = (0, 29)
 
 
 class LazyServer:
@@ -80,11 +55,11 @@ class LazyServer:
         self._stack.close()
 
 
-class Servers:
+class Starter:
     """How each server is started, and what its answers depend on.
 
     Args:
-        work: folder for the drafter and the script.
+        work: folder for answers and scripts.
         progress: called with a line of text now and then while something is prepared.
     """
 
@@ -93,65 +68,65 @@ class Servers:
         self._settings = settings
         self._work = work
         self._progress = progress
+        # Once, at the start: what is edited meanwhile is not what these servers were started with.
         self._depends: dict[str, Any] = {
             "num_tokens": settings.num_tokens,
             "versions": [version(package) for package in PACKAGES],
             "model": _digest(self.model, "*"),
         }
+        self._package = _digest(ROOT / "d3d_sglang")
+        self._cpu_engine = _digest(ROOT / "d3d_sglang" / "cpu_engine")
+        self._scripted = _digest(ROOT / "tests" / "e2e" / "scripted")
 
-    def plain(self) -> ServerProcess:
-        """Stock SGLang without speculative decoding."""
-        return self._server()
-
-    def drafter(self) -> ServerProcess:
-        """D3D with the untrained drafter."""
-        return self._server(*self._d3d_flags())
-
-    def scripted(self, script: Script) -> ServerProcess:
-        """D3D with the scripted drafter."""
-        folder = self._work / "scripted"
-        folder.mkdir(parents=True, exist_ok=True)
-        script.save(folder / "script.json")
-        rounds = folder / "rounds.jsonl"
-        rounds.unlink(missing_ok=True)
-        env = scripted_environment(folder, script=folder / "script.json", rounds=rounds)
-        return self._server(*self._d3d_flags(), env=env)
-
-    def key(self, server: str) -> str:
-        """Name for stored answers: they are of use as long as nothing they depend on changes."""
-        if server == "plain":
-            depends = {**self._depends, "sources": _digest(ROOT / "d3d_sglang" / "cpu_engine")}
+    def folder(self, server: Server) -> Path:
+        """Where a server's answers are kept: they are of use as long as nothing they depend on changes."""
+        if server == PLAIN:
+            depends = {**self._depends, "sources": self._cpu_engine}
         else:
-            sources = _digest(ROOT / "d3d_sglang"), _digest(ROOT / "tests" / "e2e" / "scripted")
-            drafter = self._settings.block_size, self._settings.layers
+            sources = self._package, self._scripted if server.drafter == "scripted" else None
+            drafter = self._settings.block_size, self._settings.layers, server.flags
             depends = {**self._depends, "sources": sources, "drafter": drafter}
-        return f"{server}-{hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:12]}"
+        digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
+        return self._work / f"{server.name}-{digest[:12]}"
 
-    def _server(self, *flags: str, env: Mapping[str, str] | None = None) -> ServerProcess:
-        return ServerProcess(self.model, *flags, env=env, device="cpu", progress=self._progress)
+    def log(self, server: Server) -> Path:
+        """Where a scripted server logs its rounds; others have no such file."""
+        return self.folder(server) / "rounds.jsonl"
 
-    def _d3d_flags(self) -> list[str]:
-        return [
-            "--speculative-algorithm",
-            "D3D",
-            "--speculative-draft-model-path",
-            str(self._drafter_folder()),
-        ]
+    def start(self, server: Server, script: Script) -> ServerProcess:
+        """A server, not started yet; `script` is what a scripted drafter goes by."""
+        flags: list[str] = []
+        env: Mapping[str, str] = {}
+        if server != PLAIN:
+            drafter = self._drafter(None if server.drafter == "whole" else self._settings.layers)
+            flags = ["--speculative-algorithm", "D3D", "--speculative-draft-model-path", str(drafter)]
+        if server.drafter == "scripted":
+            folder = self.folder(server)
+            folder.mkdir(parents=True, exist_ok=True)
+            script.save(folder / "script.json")
+            self.log(server).unlink(missing_ok=True)
+            env = scripted_environment(folder, script=folder / "script.json", rounds=self.log(server))
+        self._progress(f"starting {server.name}")
+        return ServerProcess(
+            self.model, *flags, *server.flags, env=env, device="cpu", progress=self._progress
+        )
 
-    def _drafter_folder(self) -> Path:
-        layers, block_size = self._settings.layers, self._settings.block_size
-        folder = self._work / f"drafter-b{block_size}-layers-{'-'.join(map(str, layers))}"
-        if not (folder / "config.json").is_file():
-            model = str(self.model)
-            plan = DrafterPlan(
-                source=model,
-                out=folder,
-                block_size=block_size,
-                fanout=DEFAULT_FANOUT,
-                layers=layers,
-                target=model,
-            )
-            init_drafter(plan, progress=self._progress)
+    def _drafter(self, layers: tuple[int, ...] | None) -> Path:
+        """Folder of an untrained drafter of some or all layers of the target, made if it is not there."""
+        block_size, model = self._settings.block_size, str(self.model)
+        kept = "all" if layers is None else "-".join(map(str, layers))
+        folder = default_home() / "drafters" / f"{self.model.name}-b{block_size}-layers-{kept}"
+        with _locked(folder.with_name(folder.name + ".lock")):
+            if not (folder / "config.json").is_file():
+                plan = DrafterPlan(
+                    source=model,
+                    out=folder,
+                    block_size=block_size,
+                    fanout=DEFAULT_FANOUT,
+                    layers=layers,
+                    target=model,
+                )
+                init_drafter(plan, progress=self._progress)
         return folder
 
 
@@ -162,6 +137,9 @@ class Identity:
         data: folder of the benchmark sets; work: where answers are kept.
         on_answer: called once for every answer, stored ones included.
         progress: called with a line of text while a server is prepared.
+
+    Raises:
+        ValueError: a set is missing or too short, or a run is asked for that does not exist.
     """
 
     def __init__(
@@ -173,39 +151,59 @@ class Identity:
         on_answer: Callable[[Run], None],
         progress: Callable[[str], None],
     ) -> None:
+        self.runs = planned_runs(settings)
         self._settings = settings
-        self._work = work
         self._on_answer = on_answer
-        self._servers = Servers(settings, work=work, progress=progress)
-        # Once, at the start: what is edited meanwhile is not what these servers were started with.
-        self._keys = {server: self._servers.key(server) for server in SERVERS}
-        self._tokenizer = AutoTokenizer.from_pretrained(self._servers.model)
-        self._conversations = [
-            conversation
-            for name in settings.sets
-            for conversation in read_set(data, name, count=settings.prompts_per_set)
-        ]
+        sets = [read_set(data, name, count=settings.prompts_per_set) for name in settings.sets]
+        self._conversations = [conversation for one in sets for conversation in one]
+        self._few = {name for one in sets for name in _names(one[0])}
+        self._starter = Starter(settings, work=work, progress=progress)
+        self._tokenizer = AutoTokenizer.from_pretrained(self._starter.model)
 
-    @property
-    def num_questions(self) -> int:
-        """Questions of one run: every turn is one."""
-        return sum(len(conversation.turns) for conversation in self._conversations)
+    def num_questions(self, run: Run) -> int:
+        """Questions of a run: every turn is one."""
+        return len(self._names(run))
 
-    def answers(self) -> dict[Run, list[Answer]]:
-        """All answers, in the order of the questions. One server runs at a time."""
-        with LazyServer(self._servers.plain) as server:
-            plain = self._ask_in_turns(server)
-            questions = [answer.question for answer in plain]
-            answers = {REFERENCE: plain, PLAIN_BATCH: self._ask(server, PLAIN_BATCH, questions)}
-        script = Script.of([(answer.prompt_ids, answer.output_ids) for answer in plain])
-        for name, start in (
-            ("drafter", self._servers.drafter),
-            ("scripted", lambda: self._servers.scripted(script)),
-        ):
-            with LazyServer(start) as server:
-                for run in (Run(name, mode) for mode in MODES):
-                    answers[run] = self._ask(server, run, questions)
-        return answers
+    def num_missing(self, run: Run) -> int:
+        """Answers not stored yet."""
+        stored = {path.stem for path in self._answers_of(run).glob("*.json")}
+        return len(set(self._names(run)) - stored)
+
+    def expected_seconds(self) -> float:
+        """How long the missing answers take, roughly, on two cores."""
+        total = 0.0
+        for _, runs in groupby(self.runs, key=lambda run: run.server):
+            answering = sum(run.seconds * self.num_missing(run) for run in runs)
+            total += START_SECONDS + answering if answering else 0.0
+        return total
+
+    def ask(self, on_run: Callable[[Run, list[Answer], list[Session]], None]) -> None:
+        """Ask one server after the other; `on_run` gets every run when all its answers are there.
+
+        The first run is the reference. Answers are in the order of the questions.
+        """
+        reference: list[Answer] = []
+        for server, runs in groupby(self.runs, key=lambda run: run.server):
+            script = Script.of([(answer.prompt_ids, answer.output_ids) for answer in reference])
+            with LazyServer(partial(self._starter.start, server, script)) as started:
+                for run in runs:
+                    if run == REFERENCE:
+                        answers = reference = self._ask_in_turns(started)
+                    else:
+                        wanted = set(self._names(run))
+                        questions = [answer.question for answer in reference if answer.name in wanted]
+                        answers = self._ask(started, run, questions)
+                    on_run(run, answers, self._sessions_of(run).all())
+
+    def _names(self, run: Run) -> list[str]:
+        names = [name for conversation in self._conversations for name in _names(conversation)]
+        return [name for name in names if name in self._few] if run.server.few else names
+
+    def _answers_of(self, run: Run) -> Path:
+        return self._starter.folder(run.server) / run.mode
+
+    def _sessions_of(self, run: Run) -> SessionStore:
+        return SessionStore(self._starter.folder(run.server) / f"{run.mode}-sessions")
 
     def _ask_in_turns(self, server: LazyServer) -> list[Answer]:
         """The reference answers; those to earlier turns become part of the later turns' prompts."""
@@ -217,41 +215,80 @@ class Identity:
         return list(answers.values())
 
     def _question(self, conversation: Conversation, turn: int, answers: Mapping[str, Answer]) -> Question:
+        names = _names(conversation)
         messages = []
         for earlier in range(turn):
-            output_ids = answers[_name(conversation, earlier)].output_ids
+            output_ids = answers[names[earlier]].output_ids
             said = self._tokenizer.decode(output_ids, skip_special_tokens=True)
             messages += [user(conversation.turns[earlier]), assistant(said)]
         messages.append(user(conversation.turns[turn]))
-        return Question(_name(conversation, turn), chat_ids(self._tokenizer, messages))
+        return Question(names[turn], chat_ids(self._tokenizer, messages))
 
     def _ask(self, server: LazyServer, run: Run, questions: Sequence[Question]) -> list[Answer]:
         """Answers of one run: those stored, and the others from the server."""
-        store = AnswerStore(self._work / self._keys[run.server] / run.mode)
+        store = AnswerStore(self._answers_of(run))
         answers = {question: store.get(question) for question in questions}
         missing = [question for question, answer in answers.items() if answer is None]
-
-        def keep(answer: Answer) -> None:
-            store.add(answer)
-            answers[answer.question] = answer
-            self._on_answer(run)
-
         for _ in range(len(questions) - len(missing)):
             self._on_answer(run)
         if missing:
+            keep_session = self._begin_session(server, run)
+
+            def keep(answer: Answer) -> None:
+                store.add(answer)
+                keep_session()
+                answers[answer.question] = answer
+                self._on_answer(run)
+
             ask_all(
                 server.url,
                 missing,
                 num_tokens=self._settings.num_tokens,
-                at_once=MODES[run.mode],
+                at_once=run.at_once,
                 top_two=run == REFERENCE,
                 on_answer=keep,
             )
         return [answer for answer in answers.values() if answer is not None]
 
+    def _begin_session(self, server: LazyServer, run: Run) -> Callable[[], None]:
+        """Start counting; returns what to call after every answer."""
+        url, store = server.url, self._sessions_of(run)
+        path, num_answers = store.new(), 0
+        before, _ = self._counted(url, run.server)
+        started = time.monotonic()
 
-def _name(conversation: Conversation, turn: int) -> str:
-    return f"{conversation.name}.{turn + 1}"
+        def keep() -> None:
+            nonlocal num_answers
+            num_answers += 1
+            counts, options = self._counted(url, run.server)
+            seconds = round(time.monotonic() - started, 2)
+            store.keep(path, Session(num_answers, seconds, counts - before, options))
+
+        return keep
+
+    def _counted(self, url: str, server: Server) -> tuple[Counts, dict[str, Any]]:
+        """What a server has counted since its start, and its effective options."""
+        if server == PLAIN:
+            return Counts(), {}
+        state = server_state(url)
+        rounds = read_log(self._starter.log(server)) if server.drafter == "scripted" else ()
+        if server.drafter == "scripted" and state["row_rounds"] and not rounds:
+            raise ServerError(f"{server.name} has logged no round: its scripted drafter was not loaded")
+        return counts_of(state, rounds), state["options"]
+
+
+def _names(conversation: Conversation) -> list[str]:
+    """Names of a conversation's questions, one a turn."""
+    return [f"{conversation.name}.{turn + 1}" for turn in range(len(conversation.turns))]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`: benches side by side make one drafter once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _digest(folder: Path, pattern: str = "*.py") -> str:
