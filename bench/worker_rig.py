@@ -1,8 +1,9 @@
 """A real `D3DWorker` in this process, without a server.
 
 The worker is constructed as SGLang does it and handed SGLang's own batches, requests and row pool. Only what
-needs weights is replaced: the target worker and the drafter's executor, both brought by the caller. SGLang's
-classes stay as they are: the worker's hooks into them matter to a server alone.
+needs weights is replaced: the target worker and the drafter's executor, both brought by the caller. Pages,
+rows and proposals are the real ones. SGLang's classes stay as they are: the worker's hooks into them matter
+to a server alone.
 
 Legend: N rows of a batch, B block size.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +36,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from d3d_sglang import worker as worker_module  # noqa: E402
+from d3d_sglang.drafter_config import DEFAULT_FANOUT, default_coverage  # noqa: E402
 from d3d_sglang.integration import drafter_setup, state_route, target_hooks  # noqa: E402
 from d3d_sglang.integration.spec_input import D3DDraftInput  # noqa: E402
+from d3d_sglang.options import OPTION_SPECS  # noqa: E402
 from d3d_sglang.worker import D3DWorker  # noqa: E402
 
 __all__ = [
@@ -47,39 +51,40 @@ __all__ = [
     "ReqToTokenPool",
     "RigSizes",
     "ScheduleBatch",
-    "StubExecutor",
+    "StubModel",
     "WorkerRig",
     "greedy_sampling",
 ]
 
 CPU = torch.device("cpu")
+OPTION_ENV = {spec.name: spec.env for spec in OPTION_SPECS}
 
 
-class StubExecutor:
-    """What `DrafterRows` needs to know of an executor; subclasses say what is drafted."""
+@dataclasses.dataclass(frozen=True)
+class StubModel:
+    """What the drafter's cache and rows need to know of a network: the K/V of a token is one number."""
 
-    def __init__(self, *, num_rows: int, capacity: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.model = SimpleNamespace(device=CPU)
-        self.cache = SimpleNamespace(shape=SimpleNamespace(num_rows=num_rows), usable=capacity)
-
-    def prefill(self, row: int, token_ids: Sequence[int], *, start: int) -> None:
-        """Read tokens of a row."""
-
-    def draft(self, rows: torch.Tensor, block: torch.Tensor, **lengths: Any) -> torch.Tensor:
-        """Candidates `[N, B-1]`."""
-        raise NotImplementedError
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class RigSizes:
-    """Sizes of a rig. `max_len` is the target's context length, `max_positions` the drafter's."""
+    """Sizes of a rig. `max_len` is the target's context length, `max_positions` the drafter's.
+
+    `max_total_tokens` is what the target can hold in all, which also sizes the drafter's cache; by default
+    as much as all requests at full length.
+    """
 
     block_size: int
     vocab_size: int
     num_requests: int
     max_len: int
     max_positions: int
+    max_total_tokens: int | None = None
 
 
 class WorkerRig:
@@ -87,7 +92,8 @@ class WorkerRig:
 
     Args:
         make_target: a target worker that reads the given rows; the rig sets its `model_runner`.
-        make_executor: a drafter executor for a number of rows.
+        make_executor: stands in for the class `DrafterExecutor`.
+        options: D3D options by name, as a user would write them.
     """
 
     def __init__(
@@ -95,7 +101,8 @@ class WorkerRig:
         sizes: RigSizes,
         *,
         make_target: Callable[[ReqToTokenPool], Any],
-        make_executor: Callable[[int], StubExecutor],
+        make_executor: Callable[..., Any],
+        options: Mapping[str, str],
     ) -> None:
         self.sizes = sizes
         self._num_requests = 0
@@ -114,9 +121,13 @@ class WorkerRig:
         )
         self.target = make_target(self.pool)
         self.target.model_runner = runner
-        with _without_weights(sizes, make_executor):
+        max_total_tokens = sizes.max_total_tokens or sizes.num_requests * sizes.max_len
+        with _without_weights(sizes, make_executor, options):
             self.worker = D3DWorker(server_args=None, gpu_id=0, nccl_port=0, target_worker=self.target)
-            self.worker.alloc_memory_pool(req_to_token_pool=self.pool)
+            self.worker.alloc_memory_pool(
+                memory_pool_config=SimpleNamespace(max_total_num_tokens=max_total_tokens),
+                req_to_token_pool=self.pool,
+            )
             self.worker.init_attention_backends()
             self.worker.init_cuda_graphs()
 
@@ -202,11 +213,15 @@ def greedy_sampling(num_rows: int, vocab_size: int) -> SamplingBatchInfo:
 
 
 @contextlib.contextmanager
-def _without_weights(sizes: RigSizes, make_executor: Callable[[int], StubExecutor]) -> Iterator[None]:
-    """Replace what a worker reads from SGLang's process state and from a drafter folder while it is made."""
+def _without_weights(
+    sizes: RigSizes, make_executor: Callable[..., Any], options: Mapping[str, str]
+) -> Iterator[None]:
+    """Replace what a worker reads from its process and from a drafter folder while it is made."""
     checkpoint = SimpleNamespace(
         path=Path("stub-drafter"),
-        d3d_config=SimpleNamespace(mask_token_id=0),
+        d3d_config=SimpleNamespace(
+            mask_token_id=0, coverage=default_coverage(sizes.block_size), fanout=DEFAULT_FANOUT
+        ),
         max_position_embeddings=sizes.max_positions,
     )
     spec = SimpleNamespace(
@@ -216,11 +231,13 @@ def _without_weights(sizes: RigSizes, make_executor: Callable[[int], StubExecuto
         for owner, name, value in (
             (worker_module, "get_spec", lambda: spec),
             (worker_module, "read_drafter", lambda _path: checkpoint),
-            (drafter_setup, "load_model", lambda *_args, **_kwargs: None),
-            (drafter_setup, "make_executor", lambda *_args, num_rows, **_kw: make_executor(num_rows)),
+            (drafter_setup, "load_model", lambda *_args, **_kwargs: StubModel()),
+            (drafter_setup, "DrafterExecutor", make_executor),
             (target_hooks, "install", lambda **_kwargs: None),
             (state_route, "publish", lambda _state: None),
             (cpu_engine, "install_target_verify", lambda: None),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
+        environ = {OPTION_ENV[name]: value for name, value in options.items()}
+        patches.enter_context(mock.patch.dict(os.environ, environ))
         yield

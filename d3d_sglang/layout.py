@@ -72,26 +72,43 @@ def prefill_layout(*, prefix_len: int, num_tokens: int, device: torch.device) ->
     )
 
 
-def sync_layout(*, prefix_len: torch.Tensor, known_len: torch.Tensor, block_size: int) -> PackedLayout:
-    """A synchronous draft: the block verified last, then the block to draft (paper, section 3.4), W = 2B.
+def blocks_layout(
+    *, prefix_len: torch.Tensor, num_known: int, context_len: torch.Tensor, block_size: int
+) -> PackedLayout:
+    """`num_known` real tokens, read causally, then R blocks to draft that do not see each other (paper, 3.4).
 
-    The first B window tokens are read causally; `known_len` of them are committed, the others are rejected
-    candidates that only rejected candidates see and whose K/V the next pass overwrites. The last B are
-    `[anchor, M x (B-1)]`: they see the committed tokens and each other, at the positions after those tokens.
+    Block r sees the first `context_len[n, r]` tokens of its row, cached or known, and itself, at the
+    positions after them. Known tokens past its context are hidden from it. W = num_known + R * B.
 
     Args:
         prefix_len: `[N]` int64, cached tokens of each row.
-        known_len: `[N]` int64, committed tokens among the B known ones, 0..B.
+        context_len: `[N, R]` int64, `prefix_len` to `prefix_len + num_known`.
     """
-    offset = torch.arange(block_size, device=prefix_len.device)[None, :]  # [1, B]
-    known = prefix_len[:, None] + offset  # [N, B]
-    context = (prefix_len + known_len)[:, None]  # [N, 1]
-    block_lo = (prefix_len + block_size)[:, None].expand_as(known)  # [N, B]
+    num_rows, num_blocks = context_len.shape
+    device = prefix_len.device
+    known = prefix_len[:, None] + torch.arange(num_known, device=device)  # [N, num_known]
+    in_block = torch.arange(block_size, device=device)  # [B]
+    first = num_known + block_size * torch.arange(num_blocks, device=device)  # [R]
+    shape = (num_rows, num_blocks, block_size)
+    context = context_len[:, :, None].expand(shape)
+    lo = (prefix_len[:, None] + first)[:, :, None].expand(shape)
     return PackedLayout(
-        position_ids=torch.cat([known, context + offset], dim=1),
-        ctx=torch.cat([known, context.expand_as(known)], dim=1),
-        lo=torch.cat([known, block_lo], dim=1),
-        hi=torch.cat([known + 1, block_lo + block_size], dim=1),
+        position_ids=torch.cat([known, (context + in_block).flatten(1)], dim=1),
+        ctx=torch.cat([known, context.flatten(1)], dim=1),
+        lo=torch.cat([known, lo.flatten(1)], dim=1),
+        hi=torch.cat([known + 1, lo.flatten(1) + block_size], dim=1),
         prefix_len=prefix_len,
-        num_known=block_size,
+        num_known=num_known,
+    )
+
+
+def sync_layout(*, prefix_len: torch.Tensor, known_len: torch.Tensor, block_size: int) -> PackedLayout:
+    """A synchronous draft: the block verified last, then the one block to draft, W = 2B.
+
+    `known_len` `[N]` of the first B tokens are committed; the others are rejected candidates that only
+    rejected candidates see and whose K/V the next pass overwrites.
+    """
+    context_len = (prefix_len + known_len)[:, None]
+    return blocks_layout(
+        prefix_len=prefix_len, num_known=block_size, context_len=context_len, block_size=block_size
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,18 +29,24 @@ from sglang.srt.speculative.spec_utils import (
 
 from d3d_sglang import cpu_engine
 from d3d_sglang.drafter.checkpoint import read_drafter
-from d3d_sglang.drafter.rows import DrafterRows
+from d3d_sglang.drafter.executor import DraftSampling
+from d3d_sglang.drafter.rows import Alive, RowBatch
 from d3d_sglang.integration import drafter_setup, state_route, target_hooks
 from d3d_sglang.integration.penalty_rows import PenaltyRows
+from d3d_sglang.integration.seed_rows import SeedRows
 from d3d_sglang.integration.spec_input import D3DDraftInput, verify_input
 from d3d_sglang.integration.target_choice import TargetChoice, VerifiedBlock
 from d3d_sglang.metrics import RoundStats
-from d3d_sglang.options import resolve_options
 from d3d_sglang.spec_types import DraftProposal, VerifyResult
-from d3d_sglang.verify.accept import accept_block
 
 logger = logging.getLogger(__name__)
 
+# Why a request decodes without drafts.
+FALLBACKS = {
+    "input_embeds": "its prompt has embeddings in place of token ids",
+    "too_long": "its tokens and a block exceed what the drafter takes, see drafter_max_length in /d3d/state",
+    "out_of_pages": "the drafter's K/V pages are all in use",
+}
 Publish = Callable[[torch.Tensor], None] | None
 Barrier = Callable[[], None] | None
 
@@ -56,13 +62,13 @@ class D3DWorker(BaseSpecWorker):
         self.block_size = int(spec.speculative_num_draft_tokens)
         self.speculative_num_draft_tokens = self.block_size
         self.speculative_num_steps = self.block_size - 1
-        self.options = resolve_options(os.environ)
         self.stats = RoundStats(block_size=self.block_size)
-        self.device = torch.device(target_worker.model_runner.device)
+        self.device = drafter_setup.target_device(target_worker.model_runner)
         cpu_engine.install_target_verify()
         target_hooks.install(block_size=self.block_size)
         # Loaded before SGLang measures free memory, so its own pools leave room for the weights.
         self._checkpoint = read_drafter(spec.speculative_draft_model_path)
+        self.options = drafter_setup.read_options(os.environ, self._checkpoint, block_size=self.block_size)
         self._drafter = drafter_setup.load_model(
             self._checkpoint, target_runner=target_worker.model_runner, options=self.options
         )
@@ -84,20 +90,23 @@ class D3DWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         runner = self.target_worker.model_runner
         num_rows = req_to_token_pool.req_to_token.shape[0]
-        self.drafting = DrafterRows(
-            drafter_setup.make_executor(
-                self._drafter,
-                self._checkpoint,
+        self.drafting = drafter_setup.make_drafting(
+            self._drafter,
+            self._checkpoint,
+            sizes=drafter_setup.ServerSizes(
                 num_rows=num_rows,
                 block_size=self.block_size,
                 context_len=runner.model_config.context_len,
+                max_total_tokens=memory_pool_config.max_total_num_tokens,
             ),
-            max_positions=self._checkpoint.max_position_embeddings,
+            options=self.options,
             device=self.device,
+            alive=self._alive,
         )
         self.penalties = PenaltyRows(
             num_rows=num_rows, vocab_size=runner.model_config.vocab_size, device=self.device
         )
+        self.seeds = SeedRows(num_rows=num_rows, device=self.device)
         self._offsets = torch.arange(self.block_size, device=self.device)
 
     def init_cuda_graphs(self) -> None:
@@ -106,6 +115,7 @@ class D3DWorker(BaseSpecWorker):
             sampler=self.target_worker.model_runner.sampler,
             penalties=self.penalties,
             block_size=self.block_size,
+            match=self.options.draft_sampling == "match",
         )
 
     def forward_batch_generation(
@@ -123,23 +133,48 @@ class D3DWorker(BaseSpecWorker):
     def _decode(
         self, batch: ScheduleBatch, on_publish: Publish, grammar_barrier: Barrier
     ) -> GenerationBatchResult:
-        anchor = batch.spec_info.bonus_tokens  # [N]
-        proposal = self._draft(batch, anchor)
-        block = torch.cat([anchor[:, None], proposal.tokens], dim=1)  # [N, B]
+        rows = self._row_batch(batch)
+        proposal = self.drafting.propose(rows, _row_indices(batch))
+        block = torch.cat([rows.anchor[:, None], proposal.tokens], dim=1)  # [N, B]
+        ahead = self.drafting.draft_ahead(rows, block, proposal)  # runs beside the verification
         result, verify = self._verify(batch, block, proposal=proposal, grammar_barrier=grammar_barrier)
         new_seq_lens = batch.seq_lens + verify.accept_len + 1
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self.drafting.commit(batch.req_pool_indices, block, accept_len=verify.accept_len)
+        self.drafting.resolve(rows, block, ahead, verify)
         self.penalties.commit(batch.req_pool_indices, verify)
         return self._fill(result, batch, verify=verify, new_seq_lens=new_seq_lens)
 
-    def _draft(self, batch: ScheduleBatch, anchor: torch.Tensor) -> DraftProposal:
-        # The scheduler's own counts lag by up to a block, so they bound the committed length from below.
-        bound = max(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs) + self.block_size
-        return self.drafting.draft(
-            batch.req_pool_indices, anchor=anchor, committed_len=batch.seq_lens, bound=bound
+    def _row_batch(self, batch: ScheduleBatch) -> RowBatch:
+        """Rows of a decode batch, with room in the drafter's cache for what they may write next."""
+        bound = 0
+        for req in batch.reqs:
+            # What the host knows is the committed length or, under overlap, up to a block less.
+            host_len = len(req.origin_input_ids) + len(req.output_ids)
+            bound = max(bound, host_len + self.block_size)
+            if not self.drafting.keep(req.kv.req_pool_idx, host_len=host_len, token_ids=_ids_of(req)):
+                self.stats.record_fallback("out_of_pages", FALLBACKS["out_of_pages"])
+        return RowBatch(
+            rows=batch.req_pool_indices,
+            anchor=batch.spec_info.bonus_tokens,
+            committed_len=batch.seq_lens,
+            bound=bound,
+            sampling=self._draft_sampling(batch),
         )
+
+    def _draft_sampling(self, batch: ScheduleBatch) -> DraftSampling | None:
+        sampling = batch.sampling_info
+        if sampling.is_all_greedy or self.options.draft_sampling == "greedy":
+            return None
+        return DraftSampling(
+            temperature=sampling.temperatures[:, 0],
+            greedy=sampling.top_ks == 1,
+            seeds=self._seeds(batch),
+        )
+
+    def _seeds(self, batch: ScheduleBatch) -> torch.Tensor:
+        given: torch.Tensor | None = batch.sampling_info.sampling_seed  # in SGLang's deterministic mode
+        return self.seeds.of(batch.req_pool_indices) if given is None else given
 
     def _verify(
         self, batch: ScheduleBatch, block: torch.Tensor, *, proposal: DraftProposal, grammar_barrier: Barrier
@@ -155,12 +190,15 @@ class D3DWorker(BaseSpecWorker):
             draft_tokens=proposal.tokens,
             positions=positions.flatten(),
             rows=rows,
+            seeds=self._seeds(batch),
             committed_len=committed_len,
             grammar_mask=self._grammar_mask(batch, tree, grammar_barrier),
         )
         self._choice.adjust(verified, batch.sampling_info, rows_cpu=_row_indices(batch))
-        target_tokens = self._choice.choose(verified, batch.sampling_info, keep_logits=batch.return_logprob)
-        return result, accept_block(proposal.tokens, proposal.prop_len, target_tokens)
+        verify = self._choice.accept(
+            verified, proposal, sampling=batch.sampling_info, keep_logits=batch.return_logprob
+        )
+        return result, verify
 
     def _as_verify_batch(self, batch: ScheduleBatch, block: torch.Tensor, *, positions: torch.Tensor) -> None:
         """Turn the decode batch into a verify batch; SGLang restores it after the round."""
@@ -223,17 +261,21 @@ class D3DWorker(BaseSpecWorker):
         generations = self.req_to_token_pool.req_generation
         for req, prefix_len, extend_len in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             row = req.kv.req_pool_idx
+            generation = int(generations[row])
+            self.seeds.begin(row, req.sampling_params.sampling_seed)
             if req.input_embeds is not None:
-                self.stats.record_fallback("input_embeds", "its prompt has embeddings in place of token ids")
-                self.drafting.skip(row)
+                if self.drafting.refuse(row, generation=generation):
+                    self.stats.record_fallback("input_embeds", FALLBACKS["input_embeds"])
                 continue
-            token_ids = (req.origin_input_ids + req.output_ids)[: prefix_len + extend_len]
-            fits = self.drafting.extend(
-                row, token_ids, prefix_len=prefix_len, generation=int(generations[row])
-            )
-            if not fits:
-                limit = self.drafting.max_length
-                self.stats.record_fallback("too_long", f"{len(token_ids)} tokens and a block exceed {limit}")
+            token_ids = _ids_of(req)()[: prefix_len + extend_len]
+            reason = self.drafting.extend(row, token_ids, prefix_len=prefix_len, generation=generation)
+            if reason is not None:
+                self.stats.record_fallback(reason, FALLBACKS[reason])
+
+    def _alive(self) -> Alive:
+        """Which (row, generation) pairs still have their request; ends are not announced to a worker."""
+        generations, free = self.req_to_token_pool.req_generation, set(self.req_to_token_pool.free_slots)
+        return lambda row, generation: row not in free and int(generations[row]) == generation
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called by SGLang when a round's accept lengths have reached the host."""
@@ -241,7 +283,7 @@ class D3DWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """Called on `/flush_cache`, when no request runs."""
-        self.drafting.clear()
+        self.drafting.rows.clear()
 
     def state(self) -> dict[str, Any]:
         """What `/d3d/state` shows for this worker."""
@@ -250,8 +292,15 @@ class D3DWorker(BaseSpecWorker):
             "options": {name: value for name, value in asdict(self.options).items() if name != "sources"},
             "option_sources": dict(self.options.sources),
             "drafter": str(self._checkpoint.path),
+            "drafter_max_length": self.drafting.rows.max_length,
             **self.stats.as_dict(),
+            **self.drafting.state(),
         }
+
+
+def _ids_of(req: Any) -> Callable[[], Sequence[int]]:
+    """The request's tokens as far as the host has them; made when asked for, since that copies."""
+    return lambda: req.origin_input_ids + req.output_ids
 
 
 def _row_indices(batch: ScheduleBatch) -> list[int]:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
 
+from d3d_sglang.drafter_config import DEFAULT_COVERAGE, DEFAULT_FANOUT
 from d3d_sglang.options import resolve_options
 
 Status = Literal["ok", "warn", "FAIL"]
@@ -157,7 +158,7 @@ def check_plugin(environ: Mapping[str, str]) -> Check:
 def check_options(environ: Mapping[str, str]) -> Check:
     """The `SGLANG_D3D_*` variables of this environment."""
     try:
-        options = resolve_options(environ)
+        options = resolve_options(environ, coverage=DEFAULT_COVERAGE, fanout=DEFAULT_FANOUT)
     except ValueError as error:
         return Check("options", "FAIL", str(error))
     return Check("options", "ok", options.describe())

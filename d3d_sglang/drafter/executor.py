@@ -4,7 +4,7 @@ Owns the network and the K/V cache, on any device. Which tokens a row has, and w
 is the business of `rows.py`. All lengths that shape a pass on the host are upper bounds handed in by the
 caller, so nothing here waits for a device.
 
-Legend: N rows, W window tokens, B block size, E hidden size.
+Legend: N rows, W window tokens, B block size, R blocks a row, K support size, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from d3d_sglang.coins import DRAFT, uniform
 from d3d_sglang.drafter.attention import WindowPlan
-from d3d_sglang.drafter.kv_cache import RowCache
+from d3d_sglang.drafter.kv_cache import PagedCache
 from d3d_sglang.drafter.model import DrafterModel
-from d3d_sglang.layout import PackedLayout, prefill_layout, sync_layout
+from d3d_sglang.layout import PackedLayout, blocks_layout, prefill_layout
+from d3d_sglang.spec_types import BlockDrafts
 
 PREFILL_CHUNK = 512  # tokens a prefill pass takes at once: bounds the dense mask to 512 x length
 
@@ -30,23 +32,62 @@ class DraftInputs:
     layout: PackedLayout
 
 
-class DrafterExecutor:
-    """Prefill and synchronous drafts for rows of a cache."""
+@dataclass(frozen=True)
+class DraftSampling:
+    """How the rows of a pass draw their tokens; greedy rows take the most likely one.
 
-    def __init__(self, model: DrafterModel, cache: RowCache, *, block_size: int, mask_token_id: int) -> None:
+    Attributes:
+        temperature: `[N]` fp32; greedy: `[N]` bool; seeds: `[N]` int64.
+    """
+
+    temperature: torch.Tensor
+    greedy: torch.Tensor
+    seeds: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BlockRequest:
+    """Blocks to draft.
+
+    Attributes:
+        rows: `[N]` cache rows; prefix_len: `[N]` tokens they have in the cache.
+        known: `[N, num_known]` tokens after the prefix, read causally and cached; num_known may be 0.
+        anchors: `[N, R]` first tokens of the blocks; context_len: `[N, R]` tokens each of them sees.
+        max_prefix: host-side upper bound on `prefix_len`.
+    """
+
+    rows: torch.Tensor
+    prefix_len: torch.Tensor
+    known: torch.Tensor
+    anchors: torch.Tensor
+    context_len: torch.Tensor
+    max_prefix: int
+
+
+class DrafterExecutor:
+    """Prefills and drafts for rows of a cache; `support` is K."""
+
+    def __init__(
+        self, model: DrafterModel, cache: PagedCache, *, block_size: int, mask_token_id: int, support: int
+    ) -> None:
         self.model = model
         self.cache = cache
         self.block_size = block_size
-        self._masks = torch.full((1, block_size - 1), mask_token_id, device=model.device)
+        self.support = support
+        self._mask_token_id = mask_token_id
 
-    def prepare(
-        self, block: torch.Tensor, *, known_len: torch.Tensor, prefix_len: torch.Tensor, anchor: torch.Tensor
-    ) -> DraftInputs:
-        """Inputs of a synchronous draft: the block verified last `[N, B]`, then `[anchor, M x (B-1)]`."""
-        masks = self._masks.expand(anchor.shape[0], -1)
-        token_ids = torch.cat([block, anchor[:, None], masks], dim=1)  # [N, 2B]
-        layout = sync_layout(prefix_len=prefix_len, known_len=known_len, block_size=self.block_size)
-        return DraftInputs(token_ids=token_ids, layout=layout)
+    def prepare(self, request: BlockRequest) -> DraftInputs:
+        """Known tokens, then `[anchor, M x (B-1)]` for every block."""
+        num_rows, num_blocks = request.anchors.shape
+        blocks = request.anchors.new_full((num_rows, num_blocks, self.block_size), self._mask_token_id)
+        blocks[:, :, 0] = request.anchors
+        layout = blocks_layout(
+            prefix_len=request.prefix_len,
+            num_known=request.known.shape[1],
+            context_len=request.context_len,
+            block_size=self.block_size,
+        )
+        return DraftInputs(token_ids=torch.cat([request.known, blocks.flatten(1)], dim=1), layout=layout)
 
     def plan(self, rows: torch.Tensor, layout: PackedLayout, *, max_prefix: int) -> WindowPlan:
         """Attention plan of one pass, shared by all layers."""
@@ -57,20 +98,39 @@ class DrafterExecutor:
         return self.model.hidden(inputs.token_ids, position_ids=inputs.layout.position_ids, plan=plan)
 
     @torch.inference_mode()
-    def draft(
-        self,
-        rows: torch.Tensor,  # [N]
-        block: torch.Tensor,  # [N, B]
-        *,
-        known_len: torch.Tensor,  # [N]
-        prefix_len: torch.Tensor,  # [N]
-        anchor: torch.Tensor,  # [N]
-        max_prefix: int,
-    ) -> torch.Tensor:
-        """Greedy candidates `[N, B-1]` after `anchor` (paper, section 3.4: one pass drafts the block)."""
-        inputs = self.prepare(block, known_len=known_len, prefix_len=prefix_len, anchor=anchor)
-        hidden = self.forward(inputs, self.plan(rows, inputs.layout, max_prefix=max_prefix))
-        return self.model.logits(hidden[:, self.block_size + 1 :]).argmax(dim=-1)
+    def draft(self, request: BlockRequest, sampling: DraftSampling | None) -> BlockDrafts:
+        """Draft all blocks in one pass (paper, section 3.4). Without `sampling` every row is greedy."""
+        inputs = self.prepare(request)
+        hidden = self.forward(inputs, self.plan(request.rows, inputs.layout, max_prefix=request.max_prefix))
+        blocks = hidden[:, request.known.shape[1] :].unflatten(1, (-1, self.block_size))  # [N, R, B, E]
+        top = self.model.logits(blocks[:, :, 1:]).topk(self.support, dim=-1)  # [N, R, B-1, K]
+        if sampling is None:
+            probs = torch.zeros_like(top.values, dtype=torch.float32)
+            probs[..., 0] = 1.0
+            return BlockDrafts(tokens=top.indices[..., 0], support_ids=top.indices, support_probs=probs)
+        probs, chosen = self._draw(top.values.float(), request.context_len, sampling)
+        tokens = top.indices.gather(-1, chosen[..., None]).squeeze(-1)
+        return BlockDrafts(tokens=tokens, support_ids=top.indices, support_probs=probs)
+
+    def _draw(
+        self, logits: torch.Tensor, context_len: torch.Tensor, sampling: DraftSampling
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities `[N, R, B-1, K]` over the support, and one draw of each position `[N, R, B-1]`.
+
+        The coin of a position depends on the request's seed and the position alone: a position is drawn anew
+        only while its token is still unverified, and no verification looks at a token it does not reach.
+        """
+        shape = (-1, 1, 1, 1)
+        probs = (logits / sampling.temperature.view(shape)).softmax(dim=-1)
+        point = torch.zeros_like(probs)
+        point[..., 0] = 1.0
+        probs = torch.where(sampling.greedy.view(shape), point, probs)
+        positions = context_len[:, :, None] + torch.arange(1, self.block_size, device=logits.device)
+        coins = uniform(sampling.seeds, positions.flatten(1), stream=DRAFT).view_as(positions)
+        below = probs.cumsum(dim=-1) <= coins[..., None]
+        # Rounding can leave the sum below the coin: the last token that has any mass then.
+        last = (probs > 0).sum(dim=-1) - 1
+        return probs, torch.minimum(below.sum(dim=-1), last)
 
     @torch.inference_mode()
     def prefill(self, row: int, token_ids: Sequence[int], *, start: int) -> None:

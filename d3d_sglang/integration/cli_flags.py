@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from d3d_sglang.options import OPTION_SPECS
+from d3d_sglang.options import FROM_DRAFTER, OPTION_SPECS
 
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _ALIAS = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
@@ -34,7 +34,7 @@ def _keep_name(original: Callable[..., Any], algorithm: str | None, *args: Any, 
 def _add_flags(_result: Any, parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("D3D", "used with --speculative-algorithm D3D")
     for spec in OPTION_SPECS:
-        text = f"{spec.help} Default: {spec.default}; environment: {spec.env}."
+        text = f"{spec.help} Default: {spec.default or FROM_DRAFTER}; environment: {spec.env}."
         group.add_argument(spec.flag, default=None, choices=spec.choices or None, help=text)
 
 

@@ -125,7 +125,7 @@ class PenaltyRows:
         pairs = [(i, token) for i, row in enumerate(rows_cpu) for token in self._stop_ids.get(row, [])]
         index = torch.tensor(pairs, dtype=torch.int64).to(self._device, non_blocking=True)  # [S, 2]
         penalties = torch.zeros(len(rows_cpu), self._vocab_size, device=self._device)
-        penalties.index_put_((index[:, 0], index[:, 1]), penalties.new_tensor(float("-inf")))
+        penalties[index[:, 0], index[:, 1]] = float("-inf")
         return penalties
 
 

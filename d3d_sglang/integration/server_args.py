@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from d3d_sglang.drafter.checkpoint import DrafterCheckpoint, check_pair, read_drafter
-from d3d_sglang.options import resolve_options
+from d3d_sglang.integration.drafter_setup import make_planner, read_options
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class Refusal:
 
 
 _NOT_LOSSLESS = "accepting by threshold changes the output distribution"
+_WHOLE_CONTEXT = "the drafter reads the whole context"
+_OWN_LOADER = "the drafter is no model of SGLang's: it is loaded and run by D3D"
 _ONE_ENGINE = "the drafter serves one scheduler in one process"
 _OFF: tuple[object, ...] = (None, False)
 
@@ -53,7 +55,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("speculative_use_rejection_sampling", _OFF, "D3D has its own exact acceptance rule"),
     Refusal("speculative_accept_threshold_single", (None, 1.0), _NOT_LOSSLESS),
     Refusal("speculative_accept_threshold_acc", (None, 1.0), _NOT_LOSSLESS),
-    Refusal("speculative_draft_window_size", (None,), "the drafter reads the whole context"),
+    Refusal("speculative_draft_window_size", (None,), _WHOLE_CONTEXT),
+    Refusal("speculative_draft_sink_size", (None,), _WHOLE_CONTEXT),
+    Refusal("speculative_draft_load_format", (None, "auto"), _OWN_LOADER),
+    Refusal("speculative_draft_attention_backend", (None,), _OWN_LOADER),
+    Refusal("speculative_draft_kv_cache_dtype", (None, "auto"), "the drafter's cache has the target's dtype"),
     Refusal(
         "tp_size", (1,), "tensor parallelism is not supported yet; start replicas behind a router instead"
     ),
@@ -96,13 +102,14 @@ def validate(args: Any) -> None:
             raise ValueError(
                 f"D3D: environment variable {name} is {os.environ[name]!r}, it must be unset: {reason}"
             )
-    resolve_options(os.environ)
     _check_attention_backends(args)
     _check_target(AutoConfig.from_pretrained(args.model_path, trust_remote_code=bool(args.trust_remote_code)))
     drafter = load_checkpoint(args)
     for warning in check_pair(drafter, args.model_path, tokenizer_path=args.tokenizer_path):
         logger.warning("D3D: %s", warning)
     _check_block(args, drafter)
+    size = block_size(args, drafter)
+    make_planner(read_options(os.environ, drafter, block_size=size), block_size=size)
 
 
 def load_checkpoint(args: Any) -> DrafterCheckpoint:
@@ -159,6 +166,9 @@ def _check_attention_backends(args: Any) -> None:
 
 def _check_target(config: PretrainedConfig) -> None:
     kind = type(config).__name__
+    names = config.architectures or [kind]
+    if not all(name.endswith("ForCausalLM") for name in names):
+        raise ValueError(f"D3D: the target is a {', '.join(names)}, it must be a causal language model")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"D3D: the target ({kind}) is an encoder-decoder model, it must be decoder-only")
     for part in ("vision_config", "audio_config", "text_config"):

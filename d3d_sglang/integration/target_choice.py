@@ -1,9 +1,8 @@
-"""What the target would output at every position of a verified block.
+"""What the target makes of a verified block.
 
 Logits go through the same steps as in plain decoding (custom processors, penalties, grammar mask, logit
-bias, then SGLang's own sampler), each position as if it were a decode step of its own. For greedy rows the
-result is the argmax; for sampled rows one draw per position, seeded by request and position where the server
-is deterministic. Acceptance then needs nothing but comparing tokens.
+bias), each position as if it were a decode step of its own. Then candidates are accepted: greedy rows by
+comparing with the argmax, sampled rows by rejection sampling with the request's own coins.
 
 Legend: N rows, B block size, V vocabulary.
 """
@@ -17,8 +16,13 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from d3d_sglang.coins import ACCEPT, RESIDUAL, uniform
 from d3d_sglang.integration.penalty_rows import PenaltyRows
+from d3d_sglang.spec_types import DraftProposal, VerifyResult
+from d3d_sglang.verify.accept import accept_block
+from d3d_sglang.verify.sampling import filtered_probs, reject_sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +33,16 @@ class VerifiedBlock:
     draft_tokens: torch.Tensor  # [N, B-1]
     positions: torch.Tensor  # [N * B]
     rows: torch.Tensor  # [N]
+    seeds: torch.Tensor  # [N]
     committed_len: torch.Tensor  # [N]
     grammar_mask: Any  # SGLang's GrammarMask over N * B rows, or None
 
 
 class TargetChoice:
-    """Chooses target tokens for verified blocks with the target's own sampler."""
+    """Decides what the target accepts of a verified block."""
 
-    def __init__(self, *, sampler: Any, penalties: PenaltyRows, block_size: int) -> None:
+    def __init__(self, *, sampler: Any, penalties: PenaltyRows, block_size: int, match: bool) -> None:
+        self._match = match  # drafts of sampled rows are drawn, not the most likely tokens
         self._sampler = sampler
         self._penalties = penalties
         self._block_size = block_size
@@ -60,11 +66,45 @@ class TargetChoice:
         if sampling.logit_bias is not None:
             by_row.add_(sampling.logit_bias[:, None])
 
-    def choose(self, block: VerifiedBlock, sampling: SamplingBatchInfo, *, keep_logits: bool) -> torch.Tensor:
-        """Target tokens `[N, B]` from adjusted logits, which are used up unless `keep_logits`."""
+    def accept(
+        self, block: VerifiedBlock, proposal: DraftProposal, *, sampling: SamplingBatchInfo, keep_logits: bool
+    ) -> VerifyResult:
+        """What the target accepts, from adjusted logits, which are used up unless `keep_logits`.
+
+        Greedy rows accept what equals the argmax. Sampled rows use rejection sampling with the probabilities
+        the drafts were drawn from; for point-mass drafts that is one draw per position and a comparison.
+        """
         if sampling.is_all_greedy:
-            return block.logits.argmax(dim=-1).view(-1, self._block_size)
+            target_tokens = block.logits.argmax(dim=-1).view(-1, self._block_size)
+            return accept_block(proposal.tokens, proposal.prop_len, target_tokens)
         logits = block.logits.clone() if keep_logits else block.logits
+        if not self._match:
+            return accept_block(proposal.tokens, proposal.prop_len, self._sample(logits, block, sampling))
+        sanitize_nan_logits(logits, "D3D: verified logits")
+        by_row = logits.view(-1, self._block_size, logits.shape[-1])  # [N, B, V]
+        probs = filtered_probs(
+            by_row,
+            temperatures=sampling.temperatures,
+            # What no row uses is left out; greedy rows are rows of top_k 1.
+            top_ks=sampling.top_ks if sampling.need_top_k_sampling else None,
+            top_ps=sampling.top_ps if sampling.need_top_p_sampling else None,
+            min_ps=sampling.min_ps if sampling.need_min_p_sampling else None,
+        )
+        positions = block.positions.view(-1, self._block_size)  # [N, B]
+        return reject_sample(
+            proposal,
+            probs,
+            # A coin belongs to the position of the candidate it decides on: it is used once, in the round
+            # that reaches that position.
+            accept_coins=uniform(block.seeds, positions[:, 1:], stream=ACCEPT),
+            # One a round; no two rounds of a request start at the same length.
+            final_coins=uniform(block.seeds, block.committed_len, stream=RESIDUAL),
+        )
+
+    def _sample(
+        self, logits: torch.Tensor, block: VerifiedBlock, sampling: SamplingBatchInfo
+    ) -> torch.Tensor:
+        """One draw of the target at every position, `[N, B]`, by SGLang's own sampler."""
         tokens: torch.Tensor = self._sampler(
             LogitsProcessorOutput(next_token_logits=logits),
             _repeat_rows(sampling, self._block_size),

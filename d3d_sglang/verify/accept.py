@@ -35,8 +35,8 @@ def accept_block(
         Accept lengths 0..`prop_len`; `out_tokens` is `target_tokens`, whose first `accept_len` entries equal
         the candidates and whose entry `accept_len` is the bonus.
     """
-    column = torch.arange(draft_tokens.shape[1], device=draft_tokens.device)  # [B-1]
-    confirmed = (draft_tokens == target_tokens[:, :-1]) & (column < prop_len[:, None])  # [N, B-1]
-    accept_len = confirmed.to(torch.int64).cumprod(dim=1).sum(dim=1)  # [N]
+    confirmed = draft_tokens == target_tokens[:, :-1]  # [N, B-1]
+    num_confirmed = confirmed.cumprod(dim=1, dtype=torch.int64).sum(dim=1)  # [N]
+    accept_len = torch.minimum(num_confirmed, prop_len)
     bonus = target_tokens.gather(1, accept_len[:, None]).squeeze(1)  # [N]
     return VerifyResult(out_tokens=target_tokens, accept_len=accept_len, bonus=bonus)

@@ -32,11 +32,13 @@ SHORT_CONTEXT = 320  # of server "short"
 D3D_SERVERS = ("drafter", "scripted", "retracting", "short")
 TIMEOUT_S = 900  # the first test of a server waits for its start, and the very first for the plain answers
 
+# A small grid: on a CPU every branch costs time.
+AHEAD = ("--d3d-mode", "async", "--d3d-coverage", "4", "--d3d-fanout", "1")
 FLAGS: Mapping[str, tuple[str, ...]] = {
-    "drafter": ("--enable-metrics",),
-    "scripted": ("--chunked-prefill-size", "128", "--page-size", "1"),
-    "retracting": ("--page-size", "16"),
-    "short": ("--context-length", str(SHORT_CONTEXT), "--chunked-prefill-size", "64"),
+    "drafter": ("--enable-metrics", *AHEAD),
+    "scripted": ("--chunked-prefill-size", "128", "--page-size", "1", "--d3d-mode", "sync"),
+    "retracting": ("--page-size", "16", *AHEAD, "--d3d-miss", "sibling"),
+    "short": ("--context-length", str(SHORT_CONTEXT), "--chunked-prefill-size", "64", *AHEAD),
 }
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "retracting": {

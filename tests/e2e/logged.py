@@ -25,10 +25,10 @@ def logged_environment(folder: Path, *, rounds: Path) -> dict[str, str]:
 def register() -> None:
     """Called by SGLang in each of its processes, before any of them imports the worker."""
     # Needs SGLang, which not every process that imports this module has.
-    from d3d_sglang.drafter import rows
     from d3d_sglang.drafter.executor import DrafterExecutor
-    from tests.e2e.scripted.round_log import LoggedRows
+    from d3d_sglang.integration import drafter_setup
+    from tests.e2e.scripted.round_log import LoggedDrafting
 
-    LoggedRows.path = Path(os.environ[ROUNDS_ENV])
-    rows.DrafterRows = LoggedRows  # type: ignore[misc]
+    LoggedDrafting.path = Path(os.environ[ROUNDS_ENV])
+    drafter_setup.Drafting = LoggedDrafting  # type: ignore[misc]
     DrafterExecutor.scene_number = lambda _self, _row: None  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """A target and a drafter for worker tests whose tokens are functions of the whole token history.
 
-Both keep tokens where real models keep K/V: the target by slot, the drafter by row and position. So a wrong
+Both keep tokens where real models keep K/V: by slot, in the target's pages and in the drafter's. So a wrong
 slot, length or block in the worker changes the history and with it the tokens, from that round on.
 
-Legend: N rows, B block size, V vocabulary.
+Legend: N rows, B block size, V vocabulary, K support size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from bench.worker_rig import StubExecutor
+from tests.e2e.scripted.token_executor import UNWRITTEN, TokenExecutor
 
 VOCAB_SIZE = 50
-UNWRITTEN = -1
 
 
 @lru_cache(maxsize=100_000)
@@ -58,37 +57,44 @@ def scripted_candidates(tokens: Sequence[int], *, block_size: int) -> list[int]:
     return candidates
 
 
+@lru_cache(maxsize=20_000)
+def _drafter_logits(history: bytes, block_size: int) -> torch.Tensor:
+    tokens = array("q", history).tolist()
+    seed = zlib.crc32(history, 2)
+    logits = torch.rand(block_size - 1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    right = plain_decode(tokens, block_size - 1)
+    for j, candidate in enumerate(scripted_candidates(tokens, block_size=block_size)):
+        # At the error the right token comes next, or the one after, or anywhere: two, one, one in four.
+        if candidate != right[j] and seed % 4 < 3:
+            logits[j, right[j]] = 50
+            logits[j, (right[j] + 2) % VOCAB_SIZE] += 60 * (seed % 4 == 2)
+        logits[j, candidate] = 100
+    return logits
+
+
 def scripted_logits(tokens: Sequence[int], *, block_size: int) -> torch.Tensor:
-    """The same candidates as logits `[B-1, V]`, as `reference.Method.drafter` gives them."""
-    candidates = torch.tensor(scripted_candidates(tokens, block_size=block_size))
-    return torch.nn.functional.one_hot(candidates, VOCAB_SIZE).float()
+    """Logits `[B-1, V]`, the candidates' the largest, as `reference.Method.drafter` gives them."""
+    return _drafter_logits(array("q", tokens).tobytes(), block_size)
 
 
-class ScriptedExecutor(StubExecutor):
-    """Keeps a row's tokens as a real executor keeps K/V, and drafts `scripted_candidates` after them."""
+class ScriptedExecutor(TokenExecutor):
+    """Drafts `scripted_candidates` after what it reads of a row."""
 
-    def __init__(self, *, num_rows: int, capacity: int, block_size: int) -> None:
-        super().__init__(num_rows=num_rows, capacity=capacity, block_size=block_size)
-        self.tokens = torch.full((num_rows, capacity + block_size), UNWRITTEN)
+    def __init__(self, *args: Any, **sizes: int) -> None:
+        super().__init__(*args, **sizes)
         self.prefills: list[tuple[int, int, int]] = []  # (row, start, number of tokens)
 
     def prefill(self, row: int, token_ids: Sequence[int], *, start: int) -> None:
         self.prefills.append((row, start, len(token_ids)))
-        self.tokens[row, start : start + len(token_ids)] = torch.tensor(list(token_ids))
+        super().prefill(row, token_ids, start=start)
 
-    def draft(self, rows: torch.Tensor, block: torch.Tensor, **lengths: Any) -> torch.Tensor:
-        drafts = []
-        for i, row in enumerate(rows.tolist()):
-            prefix_len, known_len = int(lengths["prefix_len"][i]), int(lengths["known_len"][i])
-            assert prefix_len <= lengths["max_prefix"], "the bound on the prefix is too low"
-            stored = self.tokens[row, prefix_len : prefix_len + self.block_size]
-            stored.copy_(block[i, : len(stored)])
-            history = [*self.tokens[row, : prefix_len + known_len].tolist(), int(lengths["anchor"][i])]
-            # A row the drafter has not read holds no tokens to draft from.
-            readable = UNWRITTEN not in history
-            filler = [0] * (self.block_size - 1)
-            drafts.append(scripted_candidates(history, block_size=self.block_size) if readable else filler)
-        return torch.tensor(drafts)
+    def ranked(self, row: int, tokens: list[int]) -> list[list[int]]:
+        if UNWRITTEN in tokens:  # a row the drafter has not read holds no tokens to draft from
+            return [list(range(self.support))] * (self.block_size - 1)
+        ranked: list[list[int]] = (
+            scripted_logits(tokens, block_size=self.block_size).topk(self.support).indices.tolist()
+        )
+        return ranked
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,18 @@ LAYERS = {
     "drafter_config": 0,
     "spec_types": 0,
     "metrics": 0,
+    "coins": 0,
+    "drafter.page_pool": 0,
     "layout": 1,
     "drafter.vocabulary": 1,
     "drafter.weight_files": 1,
     "drafter.kv_cache": 1,
     "verify.accept": 1,
     "verify.penalties": 1,
+    "verify.sampling": 1,
+    "branch.planner": 1,
+    "branch.selector": 1,
+    "proposals": 1,
     "cpu_engine.*": 1,
     "masks": 2,
     "drafter.mask_token": 2,
@@ -39,10 +45,11 @@ LAYERS = {
     "drafter.executor": 5,
     "reference": 5,
     "drafter.rows": 6,
-    "integration.*": 7,
-    "worker": 8,
-    "plugin": 9,
-    "cli.*": 10,
+    "drafting": 7,
+    "integration.*": 8,
+    "worker": 9,
+    "plugin": 10,
+    "cli.*": 11,
 }
 # SGLang builds the worker through a factory, which has to import it when it is called, and not before.
 UPWARD_BY_DESIGN = {("integration.algorithm", "worker")}
@@ -51,7 +58,8 @@ APART = ("drafter", "branch", "verify")
 MAY_IMPORT_SGLANG = ("integration", "worker", "plugin", "cpu_engine", "cli.doctor")
 # What code outside the package may import from it. Everything else talks to a server over HTTP.
 OUTSIDE = {
-    "bench.worker_rig": ("worker", "integration", "cpu_engine"),
+    "bench.worker_rig": ("worker", "integration", "cpu_engine", "options", "drafter_config"),
+    "bench.host_overhead": ("drafter.executor", "spec_types"),
     "bench.identity_runs": ("drafter_config", "drafter.initialise"),
     "serve": ("drafter_config", "drafter.checkpoint", "drafter.initialise"),
     "train": ("drafter_config", "layout", "masks", "drafter", "verify"),
@@ -197,12 +205,15 @@ def test_files_are_short_and_named(path: Path) -> None:
         ("masks", "from d3d_sglang.unheard_of import x"),
         ("masks", "from serve import smollm2"),
         ("drafter.executor", "from d3d_sglang.verify.accept import accept_block"),
+        ("drafter.executor", "from d3d_sglang.branch.planner import BranchPlanner"),
+        ("branch.selector", "from d3d_sglang.drafter.page_pool import PagePool"),
+        ("verify.sampling", "from d3d_sglang.branch.planner import BranchPlanner"),
         ("cli.init_drafter", "import sglang"),
         ("unheard_of", "import torch"),
     ],
 )
 def test_the_check_sees_a_broken_rule(importer: str, source: str) -> None:
-    assert package_problems(importer, source, {"", "drafter", "cli"})
+    assert package_problems(importer, source, {"", "drafter", "branch", "verify", "cli"})
 
 
 @pytest.mark.parametrize(
@@ -211,11 +222,12 @@ def test_the_check_sees_a_broken_rule(importer: str, source: str) -> None:
         ("masks", "import torch\nfrom d3d_sglang.layout import PackedLayout"),
         ("worker", "from d3d_sglang import __version__, masks\nfrom sglang.srt import x"),
         ("worker", "from d3d_sglang.integration import algorithm\nfrom d3d_sglang import drafter"),
+        ("drafting", "from d3d_sglang.branch.selector import select\nfrom d3d_sglang.drafter import rows"),
         ("cpu_engine.a", "from d3d_sglang.cpu_engine import b"),
     ],
 )
 def test_the_check_lets_good_imports_pass(importer: str, source: str) -> None:
-    assert not package_problems(importer, source, {"", "drafter"})
+    assert not package_problems(importer, source, {"", "drafter", "branch"})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d3d_sglang.layout import prefill_layout, sync_layout
+from d3d_sglang.layout import PackedLayout, blocks_layout, prefill_layout, sync_layout
 from d3d_sglang.masks import dense_mask
 
 CPU = torch.device("cpu")
@@ -29,6 +29,49 @@ def sync_mask(
         prefix_len=torch.tensor(prefix_len), known_len=torch.tensor(known_len), block_size=block_size
     )
     return dense_mask(layout, max_prefix=max_prefix)
+
+
+@st.composite
+def packed_cases(draw: st.DrawFn) -> tuple[PackedLayout, list[list[int]], int]:
+    """Rows of known tokens and blocks with any contexts, how many known tokens each block builds on, B."""
+    num_rows, num_blocks = draw(st.integers(1, 3)), draw(st.integers(0, 4))
+    block_size, num_known = draw(st.integers(2, 4)), draw(st.integers(0, 4))
+    prefix_len = draw(st.lists(st.integers(0, 5), min_size=num_rows, max_size=num_rows))
+    offsets = [
+        draw(st.lists(st.integers(0, num_known), min_size=num_blocks, max_size=num_blocks))
+        for _ in range(num_rows)
+    ]
+    prefix = torch.tensor(prefix_len)
+    layout = blocks_layout(
+        prefix_len=prefix,
+        num_known=num_known,
+        context_len=prefix[:, None] + torch.tensor(offsets, dtype=torch.int64).view(num_rows, num_blocks),
+        block_size=block_size,
+    )
+    return layout, offsets, block_size
+
+
+@given(case=packed_cases(), spare=st.integers(0, 3))
+def test_packed_mask_equals_the_loop(case: tuple[PackedLayout, list[list[int]], int], spare: int) -> None:
+    """Blocks see their own context and themselves; known tokens see no block; blocks see no other."""
+    layout, offsets, block_size = case
+    num_known = layout.num_known
+    max_prefix = int(layout.prefix_len.max()) + spare
+    mask = dense_mask(layout, max_prefix=max_prefix)
+
+    def block_of(token: int) -> int | None:
+        return None if token < num_known else (token - num_known) // block_size
+
+    for row, prefix in enumerate(layout.prefix_len.tolist()):
+        for query in range(layout.num_window):
+            own = block_of(query)
+            expected = [column < prefix for column in range(max_prefix)]
+            for key in range(layout.num_window):
+                if block_of(key) is not None:
+                    expected.append(block_of(key) == own)
+                else:
+                    expected.append(key <= query if own is None else key < offsets[row][own])
+            assert mask[row, query].tolist() == expected
 
 
 def sees_in_words(

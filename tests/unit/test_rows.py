@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from d3d_sglang.drafter import executor as executor_module
 from d3d_sglang.drafter.executor import DrafterExecutor
-from d3d_sglang.drafter.kv_cache import CacheShape, RowCache
+from d3d_sglang.drafter.kv_cache import CacheShape, PagedCache
 from d3d_sglang.drafter.model import DrafterModel
-from d3d_sglang.drafter.rows import DrafterRows
+from d3d_sglang.drafter.page_pool import PagePool
+from d3d_sglang.drafter.rows import DrafterRows, RowBatch
 from d3d_sglang.reference import block_logits
 from d3d_sglang.spec_types import DraftProposal
 from tests.tiny import MASK_TOKEN_ID, VOCAB_SIZE, WEIGHT_STD, tiny_llama
@@ -32,6 +33,8 @@ from tests.tiny import MASK_TOKEN_ID, VOCAB_SIZE, WEIGHT_STD, tiny_llama
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_ROWS = 5
+PAGE_SIZE = 4
+SUPPORT = 8
 # The same fp32 forward with its sums in another order; logits are below 20. A candidate may differ from the
 # reference's only where it is that close to the best.
 TIE = 1e-4
@@ -67,20 +70,30 @@ class Network:
     model: DrafterModel
     reference: Callable[[list[int]], torch.Tensor]  # tokens -> [B-1, V]
 
-    def rows(self, *, max_positions: int = 2000, capacity: int = 2000) -> DrafterRows:
+    def rows(
+        self, *, max_positions: int = 2000, max_length: int = 2000, num_pages: int = 1000
+    ) -> DrafterRows:
+        """Rows that read a block a round after it was verified, as synchronous drafting does."""
         model = self.model
         shape = CacheShape(
             num_layers=model.num_layers,
             num_rows=NUM_ROWS,
-            capacity=capacity,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            max_length=max_length,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=torch.float32,
         )
         executor = DrafterExecutor(
-            model, RowCache(shape, CPU), block_size=BLOCK_SIZE, mask_token_id=MASK_TOKEN_ID
+            model,
+            PagedCache(shape, CPU),
+            block_size=BLOCK_SIZE,
+            mask_token_id=MASK_TOKEN_ID,
+            support=SUPPORT,
         )
-        return DrafterRows(executor, max_positions=max_positions, device=CPU)
+        pool = PagePool(num_pages=num_pages, page_size=PAGE_SIZE, num_rows=NUM_ROWS)
+        return DrafterRows(executor, pool, max_positions=max_positions, packed=False)
 
     def assert_drafts(self, tokens: list[int], candidates: list[int]) -> None:
         """`candidates` are the most likely tokens after `tokens`, whose last one is the anchor."""
@@ -114,24 +127,30 @@ class Decoding:
         self.tokens: dict[int, list[int]] = {}
         self._generation = 0
 
-    def start(self, row: int, tokens: Sequence[int], *, anchor: int = 7, prefix_len: int = 0) -> bool:
+    def start(self, row: int, tokens: Sequence[int], *, anchor: int = 7, prefix_len: int = 0) -> str | None:
         self._generation += 1
         self.tokens[row] = [*tokens, anchor]
         return self.rows.extend(row, tokens, prefix_len=prefix_len, generation=self._generation)
 
-    def draft(self, *rows: int) -> DraftProposal:
+    def batch(self, *rows: int) -> RowBatch:
         committed = [len(self.tokens[row]) - 1 for row in rows]
-        return self.rows.draft(
-            torch.tensor(rows),
+        return RowBatch(
+            rows=torch.tensor(rows),
             anchor=torch.tensor([self.tokens[row][-1] for row in rows]),
             committed_len=torch.tensor(committed),
             bound=max(committed) + BLOCK_SIZE,  # an upper bound, as the host's is
+            sampling=None,
         )
+
+    def draft(self, *rows: int) -> DraftProposal:
+        for row in rows:
+            self.rows.reserve(row, host_len=len(self.tokens[row]))
+        return self.rows.draft(self.batch(*rows))
 
     def commit(self, *rows: int, proposal: DraftProposal, accept_lens: Sequence[int], bonus: int = 9) -> None:
         anchors = torch.tensor([[self.tokens[row][-1]] for row in rows])
         block = torch.cat([anchors, proposal.tokens], dim=1)
-        self.rows.commit(torch.tensor(rows), block, accept_len=torch.tensor(accept_lens))
+        self.rows.commit(self.batch(*rows), block, accept_len=torch.tensor(accept_lens))
         for i, row in enumerate(rows):
             self.tokens[row] += [
                 *proposal.tokens[i, : accept_lens[i]].tolist(),
@@ -145,6 +164,10 @@ def assert_round(
     """Draft, compare with the reference, commit."""
     proposal = decoding.draft(*rows)
     assert proposal.prop_len.tolist() == [DRAFTED] * len(rows)
+    assert torch.equal(proposal.support_ids[:, :, 0], proposal.tokens), "the candidate is not the likeliest"
+    certain = torch.zeros(len(rows), DRAFTED, SUPPORT)
+    certain[:, :, 0] = 1
+    assert torch.equal(proposal.support_probs, certain), "greedy drafts are point masses"
     for row, candidates in zip(rows, proposal.tokens.tolist(), strict=True):
         network.assert_drafts(decoding.tokens[row], candidates)
     decoding.commit(*rows, proposal=proposal, accept_lens=accept_lens)
@@ -228,7 +251,7 @@ def test_a_new_request_in_a_row_is_read_from_its_start(network: Network) -> None
 
 
 @pytest.mark.parametrize("prefix_len", [0, 8, 22])
-def test_a_request_that_comes_back_is_read_from_its_start(network: Network, prefix_len: int) -> None:
+def test_a_request_that_comes_back_is_read_from_its_pages_on(network: Network, prefix_len: int) -> None:
     rows = network.rows()
     decoding = Decoding(rows)
     tokens = prompt(20)
@@ -238,7 +261,7 @@ def test_a_request_that_comes_back_is_read_from_its_start(network: Network, pref
     again = [*decoding.tokens[1]]
     # Same generation, but its prefix is not where the last chunk ended.
     rows.extend(1, again, prefix_len=prefix_len, generation=1)
-    assert sum(read) == len(again)
+    assert sum(read) == len(again) - len(tokens) // PAGE_SIZE * PAGE_SIZE, "pages of the prompt are reused"
     decoding.tokens[1] = [*again, 3]
     assert_round(network, decoding, (1,), [1])
 
@@ -251,7 +274,7 @@ def test_rejected_candidates_leave_nothing_behind(network: Network) -> None:
         proposal = decoding.draft(1)
         tokens = proposal.tokens.clone()
         tokens[:, 1:] = rejected
-        decoding.commit(1, proposal=DraftProposal(tokens, proposal.prop_len), accept_lens=[1])
+        decoding.commit(1, proposal=replace(proposal, tokens=tokens), accept_lens=[1])
         after = [decoding.draft(1)]
         decoding.commit(1, proposal=after[0], accept_lens=[0])
         after.append(decoding.draft(1))
@@ -325,10 +348,10 @@ def test_a_round_the_drafter_missed_costs_drafts_and_nothing_else(network: Netwo
 
 @pytest.mark.parametrize(("length", "fits"), [(26, True), (27, False), (200, False)])
 def test_a_prompt_must_leave_room_for_a_block(network: Network, length: int, fits: bool) -> None:
-    rows = network.rows(max_positions=26 + BLOCK_SIZE, capacity=100)
+    rows = network.rows(max_positions=26 + BLOCK_SIZE, max_length=100)
     read = _count_reads(rows)
     decoding = Decoding(rows)
-    assert decoding.start(1, prompt(length)) == fits
+    assert decoding.start(1, prompt(length)) == (None if fits else "too_long")
     assert sum(read) == (length if fits else 0)
     decoding.start(2, prompt(5))
     proposal = decoding.draft(1, 2)
@@ -338,10 +361,10 @@ def test_a_prompt_must_leave_room_for_a_block(network: Network, length: int, fit
 
 def test_a_row_that_outgrows_the_drafter_loses_its_drafts_and_harms_nobody(network: Network) -> None:
     limit = 20
-    rows = network.rows(max_positions=limit, capacity=limit + 2 * BLOCK_SIZE + 1)
+    rows = network.rows(max_positions=limit, max_length=limit + 3 * BLOCK_SIZE)
     decoding = Decoding(rows)
     decoding.start(1, prompt(10))
-    for _ in range(30):  # far past the capacity
+    for _ in range(30):  # far past its pages
         committed = len(decoding.tokens[1]) - 1
         decoding.start(2, prompt(8))
         proposal = decoding.draft(1, 2)
@@ -351,33 +374,7 @@ def test_a_row_that_outgrows_the_drafter_loses_its_drafts_and_harms_nobody(netwo
         if inside:
             network.assert_drafts(decoding.tokens[1], proposal.tokens[0].tolist())
         decoding.commit(1, 2, proposal=proposal, accept_lens=[1 if inside else 0, 0])
-    assert len(decoding.tokens[1]) > rows.executor.cache.shape.capacity
-
-
-def test_cache_writes_past_the_capacity_are_not_readable() -> None:
-    shape = CacheShape(num_layers=2, num_rows=3, capacity=6, num_kv_heads=1, head_dim=2, dtype=torch.float32)
-    cache = RowCache(shape, CPU)
-    assert cache.usable == 5
-    rows = torch.tensor([1, 2])
-    slots = cache.slots(torch.tensor([1, 4]), 3)
-    assert slots.tolist() == [[1, 2, 3], [4, 5, 5]]
-    k = torch.arange(12, dtype=torch.float32).view(2, 3, 1, 2)
-    cache.write(1, rows, slots=slots, k=k, v=-k)
-    keys, values = cache.prefix(1, rows, length=cache.usable)
-    expected = torch.zeros(2, 5, 1, 2)
-    expected[0, 1:4] = k[0]
-    expected[1, 4] = k[1, 0]
-    assert torch.equal(keys, expected) and torch.equal(values, -expected)
-    assert not cache.prefix(0, rows, length=5)[0].any(), "another layer was written"
-    assert not cache.prefix(1, torch.tensor([0]), length=5)[0].any(), "another row was written"
-
-
-def test_a_cache_takes_the_memory_it_says() -> None:
-    shape = CacheShape(num_layers=3, num_rows=5, capacity=7, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16)
-    cache = RowCache(shape, CPU)
-    rows = torch.arange(5)
-    tensors = [t for layer in range(3) for t in cache.prefix(layer, rows, length=7)]
-    assert shape.num_bytes == sum(t.numel() * t.element_size() for t in tensors)
+    assert len(decoding.tokens[1]) > rows.executor.cache.shape.max_length
 
 
 def _count_reads(rows: DrafterRows) -> list[int]:

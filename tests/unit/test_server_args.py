@@ -27,6 +27,10 @@ REFUSED: dict[str, object] = {
     "speculative_accept_threshold_single": 0.9,
     "speculative_accept_threshold_acc": 0.5,
     "speculative_draft_window_size": 512,
+    "speculative_draft_sink_size": 4,
+    "speculative_draft_load_format": "dummy",
+    "speculative_draft_attention_backend": "triton",
+    "speculative_draft_kv_cache_dtype": "fp8_e5m2",
     "tp_size": 2,
     "pp_size": 2,
     "dp_size": 2,
@@ -277,16 +281,37 @@ TARGETS_REFUSED = [
 ]
 
 
+def target_config(name: str, **changes: Any) -> transformers.PretrainedConfig:
+    """The config of a target that says it is a causal language model."""
+    return getattr(transformers, name)(architectures=[name.replace("Config", "ForCausalLM")], **changes)
+
+
 @pytest.mark.parametrize("name", TARGETS_THAT_PASS)
 def test_targets_with_full_attention_pass(name: str) -> None:
-    server_args._check_target(getattr(transformers, name)())
+    server_args._check_target(target_config(name))
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), TARGETS_REFUSED)
 def test_other_targets_are_refused(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError) as error:
-        server_args._check_target(getattr(transformers, name)(**changes))
+        server_args._check_target(target_config(name, **changes))
     assert name in str(error.value) and reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "named"),
+    [
+        (["LlamaForSequenceClassification"], "LlamaForSequenceClassification"),
+        (["LlamaForCausalLM", "LlamaModel"], "LlamaForCausalLM, LlamaModel"),
+        (None, "LlamaConfig"),
+    ],
+)
+def test_a_target_that_is_no_causal_language_model_is_refused(
+    architectures: list[str] | None, named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        server_args._check_target(transformers.LlamaConfig(architectures=architectures))
+    assert f"is a {named}, it must be a causal language model" in str(error.value)
 
 
 def test_the_target_is_checked_at_start_up(args: SimpleNamespace, folders: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,12 +19,14 @@ import torch
 from tests.unit.scripted_pair import VOCAB_SIZE, next_logits, plain_decode
 from tests.unit.worker_session import Session
 
+pytestmark = pytest.mark.parametrize("mode", ["sync", "async"])
 PROMPTS = ([3, 1, 4, 1, 5], [9], list(range(20, 43)), [2, 7, 1, 8, 2, 8])
 EOS_ID, STOP_ID = 11, 23
 NUM_ROUNDS = 12
 # fp32 log-softmax of the same logits in another order of sums; values are below 10.
 LOGPROB_ATOL = 1e-5
 
+Mode = Literal["sync", "async"]
 Choose = Callable[[torch.Tensor, list[int]], int]  # logits [V] and the output so far -> token
 
 
@@ -129,8 +131,8 @@ def penalised_request(session: Session, prompt: Sequence[int], penalties: dict[s
 
 
 @pytest.mark.parametrize("penalties", PENALTIES, ids=lambda penalties: "+".join(penalties))
-def test_penalties_are_those_of_plain_decoding(penalties: dict[str, Any]) -> None:
-    session = Session()
+def test_penalties_are_those_of_plain_decoding(mode: Mode, penalties: dict[str, Any]) -> None:
+    session = Session(mode=mode)
     plain = session.request(PROMPTS[1])
     reqs = [penalised_request(session, prompt, penalties) for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[3])]
     run(session, [reqs[0], plain, *reqs[1:]], with_penalties)
@@ -143,8 +145,8 @@ def test_penalties_are_those_of_plain_decoding(penalties: dict[str, Any]) -> Non
     assert any(r.accept_len > 0 for req in reqs for r in session.rounds[req.rid])
 
 
-def test_penalties_go_on_after_a_retraction() -> None:
-    session = Session()
+def test_penalties_go_on_after_a_retraction(mode: Mode) -> None:
+    session = Session(mode=mode)
     req = penalised_request(session, PROMPTS[0], {"frequency": 0.8, "min_new_tokens": 30})
     run(session, [req], with_penalties)
     session.leave(req)
@@ -161,8 +163,8 @@ def test_penalties_go_on_after_a_retraction() -> None:
 
 
 @pytest.mark.parametrize("penalties", [{}, {"frequency": 0.8}])
-def test_penalties_start_anew_with_the_next_request_in_a_row(penalties: dict[str, Any]) -> None:
-    session = Session(num_requests=1)
+def test_penalties_start_anew_with_the_next_request_in_a_row(mode: Mode, penalties: dict[str, Any]) -> None:
+    session = Session(mode=mode, num_requests=1)
     before = penalised_request(session, PROMPTS[0], {"frequency": 0.8, "min_new_tokens": 500})
     run(session, [before], with_penalties)
     session.leave(before)
@@ -172,9 +174,9 @@ def test_penalties_start_anew_with_the_next_request_in_a_row(penalties: dict[str
 
 
 @pytest.mark.parametrize("min_new_tokens", [1, 2, 3, 7, 12])
-def test_stop_tokens_are_kept_back_for_exactly_the_minimum(min_new_tokens: int) -> None:
+def test_stop_tokens_are_kept_back_for_exactly_the_minimum(mode: Mode, min_new_tokens: int) -> None:
     """The bias makes a stop token the first choice wherever it is allowed."""
-    session = Session()
+    session = Session(mode=mode)
     req = penalised_request(session, PROMPTS[2], {"min_new_tokens": min_new_tokens})
     bias = torch.zeros(1, VOCAB_SIZE)
     bias[0, STOP_ID] = 50.0
@@ -190,10 +192,10 @@ def test_stop_tokens_are_kept_back_for_exactly_the_minimum(min_new_tokens: int) 
     assert set(output[first_stop:]) == {STOP_ID}
 
 
-def test_logit_bias_is_added_at_every_position() -> None:
+def test_logit_bias_is_added_at_every_position(mode: Mode) -> None:
     bias = torch.zeros(4, VOCAB_SIZE)
     bias[0, 7], bias[2, 13], bias[2, 30] = 2.0, 1.5, -100.0
-    session = Session()
+    session = Session(mode=mode)
     reqs = [session.request(prompt) for prompt in PROMPTS]
 
     def with_bias(batch: Any) -> None:
@@ -206,41 +208,72 @@ def test_logit_bias_is_added_at_every_position() -> None:
     assert 30 not in session.output(reqs[2])[1:]
 
 
-def test_sampled_and_greedy_rows_mix() -> None:
-    session = Session()
-    session.worker._choice._sampler = SeededSampler()
-    reqs = [session.request(prompt) for prompt in PROMPTS]
-    temperatures, seeds = [1.0, 0.7, 1.0, 1.3], [0, 5, 0, 6]
-    is_greedy = [True, False, True, False]
+def with_sampling(*, temperatures: Sequence[float], seeds: Sequence[int] | None) -> Callable[[Any], None]:
+    """Rows sample at their temperature, 0 for greedy, as SGLang writes it; it has seeds if deterministic."""
 
-    def with_sampling(batch: Any) -> None:
+    def change(batch: Any) -> None:
         sampling = batch.sampling_info
         sampling.is_all_greedy = False
-        sampling.temperatures = torch.tensor(temperatures)[:, None]
-        sampling.top_ks = torch.tensor([1 if g else VOCAB_SIZE for g in is_greedy], dtype=torch.int32)
-        sampling.sampling_seed = torch.tensor(seeds)
+        sampling.need_top_k_sampling = True
+        sampling.temperatures = torch.tensor([t or 1.0 for t in temperatures])[:, None]
+        sampling.top_ks = torch.tensor([VOCAB_SIZE if t else 1 for t in temperatures], dtype=torch.int32)
+        sampling.sampling_seed = None if seeds is None else torch.tensor(seeds)
 
-    run(session, reqs, with_sampling)
+    return change
+
+
+def test_sampled_and_greedy_rows_mix_if_drafts_are_greedy(mode: Mode) -> None:
+    session = Session(mode=mode, draft_sampling="greedy")
+    session.worker._choice._sampler = SeededSampler()
+    reqs = [session.request(prompt) for prompt in PROMPTS]
+    temperatures, seeds = [0, 0.7, 0, 1.3], [0, 5, 0, 6]
+    run(session, reqs, with_sampling(temperatures=temperatures, seeds=seeds))
     for i, req in enumerate(reqs):
-        choose = (
-            greedy if is_greedy[i] else sampled(len(PROMPTS[i]), seed=seeds[i], temperature=temperatures[i])
-        )
-        assert_decoded(session, req, choose)
+        t = temperatures[i]
+        assert_decoded(session, req, sampled(len(PROMPTS[i]), seed=seeds[i], temperature=t) if t else greedy)
     drawn = session.output(reqs[1])
     assert drawn != plain_decode(PROMPTS[1], len(drawn)), "nothing was sampled"
 
 
-@pytest.mark.parametrize("is_all_greedy", [True, False])
-def test_logprobs_are_the_targets(is_all_greedy: bool) -> None:
-    session = Session()
-    session.worker._choice._sampler = SeededSampler()
+def outputs_of_sampled(
+    mode: Mode,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperatures: Sequence[float],
+    seeds: Sequence[int | None],
+) -> list[list[int]]:
+    session = Session(mode=mode)
+    reqs = [session.request(prompt, sampling_seed=seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    run(session, reqs, with_sampling(temperatures=temperatures, seeds=None))
+    return [session.output(req) for req in reqs]
+
+
+def test_a_sampled_row_depends_on_its_seed_and_on_no_other_row(mode: Mode) -> None:
+    temperatures, seeds = [0, 0.7, 0, 1.3], [None, 5, None, 6]
+    together = outputs_of_sampled(mode, PROMPTS, temperatures=temperatures, seeds=seeds)
+    for i, output in enumerate(together):
+        (alone,) = outputs_of_sampled(
+            mode, PROMPTS[i : i + 1], temperatures=temperatures[i : i + 1], seeds=seeds[i : i + 1]
+        )
+        assert alone == output
+        is_plain = output == plain_decode(PROMPTS[i], len(output))
+        assert is_plain == (temperatures[i] == 0)
+    for other in (7, None):
+        (reseeded,) = outputs_of_sampled(mode, PROMPTS[1:2], temperatures=[0.7], seeds=[other])
+        assert reseeded != together[1]
+
+
+@pytest.mark.parametrize("temperatures", [(0, 0), (0.7, 0)])
+def test_logprobs_are_the_targets(mode: Mode, temperatures: tuple[float, float]) -> None:
+    """Those of what was sampled from: SGLang divides by the temperature first."""
+    session = Session(mode=mode)
     reqs = [session.request(prompt) for prompt in PROMPTS[:2]]
     session.admit(*reqs)
 
     def with_logprobs(batch: Any) -> None:
         batch.return_logprob = True
-        batch.sampling_info.is_all_greedy = is_all_greedy
-        batch.sampling_info.sampling_seed = torch.zeros(2, dtype=torch.int64)
+        if any(temperatures):
+            with_sampling(temperatures=temperatures, seeds=[0, 0])(batch)
 
     for _ in range(5):
         before = [[*req.origin_input_ids, *session.output(req)] for req in reqs]
@@ -249,5 +282,6 @@ def test_logprobs_are_the_targets(is_all_greedy: bool) -> None:
         for i, req in enumerate(reqs):
             tokens = [*req.origin_input_ids, *session.output(req)]
             for j, at in enumerate(range(len(before[i]), len(tokens))):
-                expected = next_logits(tokens[:at]).log_softmax(dim=-1)[tokens[at]]
+                logits = next_logits(tokens[:at]) / (temperatures[i] or 1.0)
+                expected = logits.log_softmax(dim=-1)[tokens[at]]
                 assert float(logprobs[i, j]) == pytest.approx(float(expected), abs=LOGPROB_ATOL)

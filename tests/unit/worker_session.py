@@ -8,42 +8,74 @@ Legend: N rows, B block size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from bench.worker_rig import D3DDraftInput, GenerationBatchResult, RigSizes, WorkerRig
-from d3d_sglang.reference import Round
+from d3d_sglang.drafter.rows import RowBatch
+from d3d_sglang.reference import Method, Round
 from d3d_sglang.spec_types import DraftProposal
-from tests.unit.scripted_pair import VOCAB_SIZE, ScriptedExecutor, SlotTarget
+from tests.unit.scripted_pair import (
+    VOCAB_SIZE,
+    ScriptedExecutor,
+    SlotTarget,
+    all_logits,
+    plain_decode,
+    scripted_logits,
+)
 
 
 class Session:
     """Requests that decode together; keeps what every round did with every request."""
 
-    def __init__(self, *, block_size: int = 4, max_positions: int = 1000, num_requests: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        block_size: int = 4,
+        coverage: int = 4,
+        fanout: int = 2,
+        max_positions: int = 1000,
+        num_requests: int = 4,
+        max_total_tokens: int | None = None,
+        **options: str,
+    ) -> None:
         sizes = RigSizes(
             block_size=block_size,
             vocab_size=VOCAB_SIZE,
             num_requests=num_requests,
             max_len=600,
             max_positions=max_positions,
+            max_total_tokens=max_total_tokens,
         )
         self.block_size = block_size
+        self.method = Method(
+            target=all_logits,
+            drafter=partial(scripted_logits, block_size=block_size),
+            mode=mode,
+            coverage=coverage,
+            fanout=fanout,
+        )
         self.rig = WorkerRig(
             sizes,
             make_target=SlotTarget,
-            make_executor=lambda n: ScriptedExecutor(num_rows=n, capacity=620, block_size=block_size),
+            make_executor=ScriptedExecutor,
+            options={"mode": mode, "coverage": str(coverage), "fanout": str(fanout), **options},
         )
         self.worker = self.rig.worker
+        self.rows = self.worker.drafting.rows
+        self.executor: ScriptedExecutor = self.rows.executor  # type: ignore[assignment]
         self.reqs: list[Any] = []
         self.rounds: dict[str, list[Round]] = {}
         self.first_token: dict[str, int] = {}
         self.draft_input: D3DDraftInput | None = None
         self.prop_lens: list[list[int]] = []  # of every round
+        self.origins: list[list[Any]] = []  # of every round, in words
         self._late: list[tuple[Any, list[int]]] = []
-        self._draft = self.worker.drafting.draft
-        self.worker.drafting.draft = self._watched_draft  # type: ignore[method-assign]
+        self._propose = self.worker.drafting.propose
+        self.worker.drafting.propose = self._watched_propose  # type: ignore[method-assign]
 
     def request(self, prompt: Sequence[int], **settings: Any) -> Any:
         return self.rig.request(prompt, **settings)
@@ -94,9 +126,24 @@ class Session:
             tokens += [*done.draft[: done.accept_len], done.bonus]
         return tokens
 
-    def _watched_draft(self, rows: torch.Tensor, **kwargs: Any) -> DraftProposal:
-        assert kwargs["bound"] >= int(kwargs["committed_len"].max()), "not an upper bound"
-        proposal = self._draft(rows, **kwargs)
+    def assert_reference(self, req: Any, *, prompt: Sequence[int] | None = None) -> None:
+        """All rounds of a request are those of `reference.py`, whose output is that of plain decoding."""
+        rounds = self.rounds[req.rid]
+        prompt = list(req.origin_input_ids if prompt is None else prompt)
+        num_tokens = 1 + sum(done.accept_len + 1 for done in rounds)
+        assert rounds == self.method.generate(prompt, num_tokens, eos_ids=frozenset()).rounds
+
+    def assert_plain(self, req: Any) -> None:
+        """The output of a request is that of plain decoding."""
+        output = self.output(req)
+        assert output == plain_decode(req.origin_input_ids, len(output))
+
+    def _watched_propose(self, batch: RowBatch, indices: Sequence[int]) -> DraftProposal:
+        assert batch.rows.tolist() == list(indices)
+        assert batch.bound >= int(batch.committed_len.max()), "not an upper bound"
+        origins = self.worker.drafting._store.origins(indices)
+        proposal = self._propose(batch, indices)
+        self.origins.append([origin.name.lower() for origin in origins])
         self.prop_lens.append(proposal.prop_len.tolist())
         return proposal
 
@@ -105,12 +152,13 @@ class Session:
         block = self.rig.target.calls[-1].block.tolist()
         out_tokens = result.next_token_ids.view(-1, size).tolist()
         for i, req in enumerate(self.reqs):
-            num_new = int(result.accept_lens[i])
+            num_new, prop_len = int(result.accept_lens[i]), self.prop_lens[-1][i]
             new = out_tokens[i][:num_new]
             assert new[:-1] == block[i][1:num_new], "accepted tokens are not the candidates"
+            assert num_new <= prop_len + 1, "more was accepted than proposed"
             assert int(result.new_seq_lens[i]) == int(seq_lens[i]) + num_new
             self.rounds.setdefault(req.rid, []).append(
-                Round(block[i][0], block[i][1:], num_new - 1, new[-1], "redraft")
+                Round(block[i][0], block[i][1 : prop_len + 1], num_new - 1, new[-1], self.origins[-1][i])
             )
             late.append((req, new))
         self._deliver(late)

@@ -8,15 +8,16 @@ Legend: N rows of a batch, B block size.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from d3d_sglang.drafter.rows import DrafterRows
-from d3d_sglang.spec_types import DraftProposal
+from d3d_sglang.drafter.rows import RowBatch
+from d3d_sglang.drafting import Ahead, Drafting
+from d3d_sglang.spec_types import DraftProposal, VerifyResult
 from tests.e2e.scripted.script import Scene
 
 
@@ -29,6 +30,8 @@ class LoggedRound:
         scene: number of the scene in the script, None if the prompt is not in it.
         committed_len: tokens before the anchor; block: `[B]` anchor and candidates.
         prop_len: candidates the row really had; accept_len: how many of them stay.
+        bonus: the token the target added.
+        origin: where the candidates come from: redraft, hit, full, sibling or none.
     """
 
     number: int
@@ -38,6 +41,8 @@ class LoggedRound:
     block: list[int]
     prop_len: int
     accept_len: int
+    bonus: int
+    origin: str
 
 
 def read_rounds(path: Path) -> list[LoggedRound]:
@@ -61,36 +66,42 @@ def requests_of_scene(rounds: Iterable[LoggedRound], scene: Scene) -> list[list[
     return requests
 
 
-class LoggedRows(DrafterRows):
-    """Drafting that writes down every committed round. `path` is set once, before the worker is made."""
+class LoggedDrafting(Drafting):
+    """Drafting that writes down every round. `path` is set once, before the worker is made."""
 
     path: Path
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._number = -1
-        self._drafted: tuple[list[int], list[int]] = ([], [])  # committed_len, prop_len
+        self._proposed: tuple[list[int], list[str]] = ([], [])  # prop_len, origin
 
-    def draft(self, rows: torch.Tensor, **inputs: Any) -> DraftProposal:
-        """As in `DrafterRows`; keeps what `commit` is not told."""
-        proposal = super().draft(rows, **inputs)
+    def propose(self, batch: RowBatch, indices: Sequence[int]) -> DraftProposal:
+        """As in `Drafting`; keeps what `resolve` is not told."""
+        origins = [origin.name.lower() for origin in self._store.origins(indices)]
+        proposal = super().propose(batch, indices)
         self._number += 1
-        self._drafted = (inputs["committed_len"].tolist(), proposal.prop_len.tolist())
+        self._proposed = (proposal.prop_len.tolist(), origins)
         return proposal
 
-    def commit(self, rows: torch.Tensor, block: torch.Tensor, *, accept_len: torch.Tensor) -> None:
-        """As in `DrafterRows`, and one line per row."""
-        super().commit(rows, block, accept_len=accept_len)
-        columns = (rows.tolist(), *self._drafted, block.tolist(), accept_len.tolist())
+    def resolve(
+        self, batch: RowBatch, block: torch.Tensor, ahead: Ahead | None, verify: VerifyResult
+    ) -> None:
+        """As in `Drafting`, and one line per row."""
+        super().resolve(batch, block, ahead, verify)
+        tensors = (batch.rows, batch.committed_len, block, verify.accept_len, verify.bonus)
+        columns = (*(tensor.tolist() for tensor in tensors), *self._proposed)
         with self.path.open("a") as log:
-            for row, committed_len, prop_len, tokens, accepted in zip(*columns, strict=True):
+            for row, committed_len, tokens, accept_len, bonus, prop_len, origin in zip(*columns, strict=True):
                 logged = LoggedRound(
                     number=self._number,
                     row=row,
-                    scene=self.executor.scene_number(row),  # type: ignore[attr-defined]
+                    scene=self.rows.executor.scene_number(row),  # type: ignore[attr-defined]
                     committed_len=committed_len,
                     block=tokens,
                     prop_len=prop_len,
-                    accept_len=accepted,
+                    accept_len=accept_len,
+                    bonus=bonus,
+                    origin=origin,
                 )
                 log.write(json.dumps(asdict(logged)) + "\n")

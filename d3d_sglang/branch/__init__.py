@@ -1,0 +1,1 @@
+"""Branches: which outcomes of a verification to draft ahead, and which one came true."""
