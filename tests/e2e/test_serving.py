@@ -132,8 +132,19 @@ def test_the_state_route_counts_rounds_and_shows_options(server: RunningServer) 
     reply = server.ask(CASE)
     after = d3d_state(server)
     assert after["block_size"] == BLOCK_SIZE
-    assert after["options"] == {"mode": "sync", "drafter_device": "target"}
-    assert after["option_sources"] == {"mode": "default", "drafter_device": "default"}
+    assert after["options"] == {
+        "mode": "async",
+        "coverage": 4,
+        "fanout": 1,
+        "miss": "redraft",
+        "draft_sampling": "match",
+        "drafter_device": "target",
+    }
+    given = {"mode", "coverage", "fanout"}
+    assert after["option_sources"] == {
+        name: f"SGLANG_D3D_{name.upper()}" if name in given else "default" for name in after["options"]
+    }
+    assert sum(after["row_rounds_by_origin"].values()) >= after["row_rounds"]
     assert after["fallbacks"] == {}
     histogram = after["accept_length_histogram"]
     assert len(histogram) == BLOCK_SIZE
@@ -166,4 +177,4 @@ def test_the_cache_can_be_flushed_between_requests(server: RunningServer, plain:
 
 def test_the_effective_options_are_logged_once(server: RunningServer) -> None:
     lines = [line for line in server.log().splitlines() if f"D3D: block_size={BLOCK_SIZE}" in line]
-    assert len(lines) == 1 and "mode=sync (default)" in lines[0]
+    assert len(lines) == 1 and "mode=async (SGLANG_D3D_MODE) coverage=4" in lines[0]
