@@ -14,14 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class RoundStats:
-    """Counters of one worker since it started (or since `clear`).
+    """Counters of one worker since it started.
 
     `accept_histogram[k]` is the number of (row, round) pairs in which k candidates were accepted, the bonus
     not counted. `tau` is the mean number of tokens a round adds to a row, the bonus counted.
     """
 
     def __init__(self, *, block_size: int) -> None:
-        self._block_size = block_size
         self._accept_histogram = [0] * block_size
         self._rounds = 0
         self._fallbacks: Counter[str] = Counter()
@@ -39,12 +38,6 @@ class RoundStats:
                 "D3D: a request decodes without drafts (%s): %s. Further ones are counted.", reason, detail
             )
         self._fallbacks[reason] += 1
-
-    def clear(self) -> None:
-        """Forget all counts."""
-        self._accept_histogram = [0] * self._block_size
-        self._rounds = 0
-        self._fallbacks.clear()
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready counts for `/d3d/state`."""

@@ -53,17 +53,6 @@ def test_a_fallback_is_logged_once_per_reason_and_counted_always(caplog: pytest.
     assert stats.as_dict()["fallbacks"] == {"too_long": 2, "input_embeds": 1}
 
 
-def test_clear_forgets_everything() -> None:
-    stats = RoundStats(block_size=BLOCK_SIZE)
-    before = stats.as_dict()
-    stats.record_round([1, 3])
-    stats.record_fallback("too_long", "130 tokens")
-    stats.clear()
-    assert stats.as_dict() == before
-    stats.record_round([2])
-    assert stats.as_dict()["accept_length_histogram"] == [0, 0, 1, 0]
-
-
 def test_reading_does_not_lend_out_the_counters() -> None:
     stats = RoundStats(block_size=BLOCK_SIZE)
     stats.as_dict()["accept_length_histogram"][0] = 99
