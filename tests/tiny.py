@@ -14,7 +14,14 @@ MASK_TOKEN_ID = 31
 WEIGHT_STD = 0.3
 
 
-def tiny_llama(seed: int, *, vocab_size: int = VOCAB_SIZE, num_layers: int = 2) -> LlamaForCausalLM:
+def tiny_llama(
+    seed: int,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int = 2,
+    weight_std: float = WEIGHT_STD,
+    tied: bool = False,
+) -> LlamaForCausalLM:
     """A random fp32 Llama on the CPU: 4 query heads over 2 K/V heads of size 8, evaluation mode."""
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -25,8 +32,8 @@ def tiny_llama(seed: int, *, vocab_size: int = VOCAB_SIZE, num_layers: int = 2) 
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=512,
-        initializer_range=WEIGHT_STD,
-        tie_word_embeddings=False,
+        initializer_range=weight_std,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation="sdpa",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from d3d_sglang.branch.planner import BranchPlanner
 from d3d_sglang.drafter.executor import DrafterExecutor
@@ -30,6 +30,7 @@ from d3d_sglang.drafting import Drafting
 from d3d_sglang.proposals import ProposalStore
 from d3d_sglang.reference import LogitsOf, Method, Round, block_logits, target_logits
 from d3d_sglang.verify.accept import accept_block
+from tests.tiny import tiny_llama
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, MASK_TOKEN_ID = 24, 23
@@ -100,23 +101,7 @@ class Pair:
 
 @lru_cache
 def pair(seed: int) -> Pair:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.12,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    model = tiny_llama(seed, vocab_size=VOCAB_SIZE, weight_std=0.12, tied=True).double()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         drafter = DrafterModel(
