@@ -47,7 +47,7 @@ format: setup
 	@$(ENV) ruff format .
 
 # Versions already in requirements.lock are kept; to move one, delete its line first. One lock serves both Pythons.
-COMPILE := uv pip compile --quiet pyproject.toml --extra dev requirements.in --no-emit-index-url --no-header --no-annotate \
+COMPILE := uv pip compile --quiet pyproject.toml --extra dev --extra train requirements.in --no-emit-index-url --no-header --no-annotate \
     --python-platform x86_64-manylinux_2_36 --index-strategy unsafe-best-match
 lock: setup
 	@$(ENV) $(COMPILE) --python-version 3.11 --output-file requirements.lock

@@ -48,8 +48,8 @@ build_venv() { # $1: Python, $2: where
     "$1" -m venv "$2"
     # Wheels are unpacked from inside the environment: /tmp is often a small file system in memory.
     mkdir "$2/tmp"
-    # The lock is complete, so pip has nothing to resolve.
-    TMPDIR=$2/tmp "$2/bin/python" -m pip install --no-cache-dir --no-deps --disable-pip-version-check \
+    # The lock is complete, so pip has nothing to resolve. DeepSpeed comes as source and compiles what it needs at use.
+    DS_BUILD_OPS=0 TMPDIR=$2/tmp "$2/bin/python" -m pip install --no-cache-dir --no-deps --disable-pip-version-check \
         --no-input --progress-bar off -r requirements.lock >"$log" 2>&1 &
     pip_pid=$!
     # A shell's background job ignores Ctrl-C.
