@@ -95,6 +95,7 @@ class Prompt:
 class Line:
     """One line of a file that is not empty; `number` counts from 1, empty lines included."""
 
+    path: Path
     number: int
     content: bytes
 
@@ -202,7 +203,7 @@ def read_lines(path: Path) -> Generator[Line, None, None]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, content in enumerate(file, start=1):
                 if content.strip():
-                    yield Line(number, content)
+                    yield Line(path, number, content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is damaged after line {number} ({error}): make or fetch it again"
