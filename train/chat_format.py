@@ -44,7 +44,11 @@ class ChatFormat:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text; what looks like a special token is one, as in a server."""
-        return self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        # verbose: it would warn of texts longer than the model's window; limits are not its business
+        tokenised = self.tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        return tokenised["input_ids"]
 
     def decode(self, ids: Sequence[np.ndarray]) -> list[str]:
         """Texts without special tokens, as a server returns them."""
