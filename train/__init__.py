@@ -1,1 +1,1 @@
-"""Training a drafter: prompts, the answers of the target, packed batches, DeepSpeed, a checkpoint to serve."""
+"""Training a drafter: prompts, the target's answers, packed batches, DeepSpeed, a checkpoint to serve."""
