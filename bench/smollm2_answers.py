@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.prompts import data_folder
+from bench.prompts import data_folder, read_set
 from serve.launch import ServerError, ServerProcess, pick_device
 from serve.smollm2 import smollm2_folder
 
@@ -45,7 +45,10 @@ def planned_jobs(
         tokens: longest sampled answer; greedy ones end at 256, as tau is defined.
     """
     greedy = ("--greedy", "--max-tokens", str(min(tokens, 256)))
-    jobs = [Job(name, _set_file(bench, name), (*greedy, "--spread", str(per_set))) for name in SETS]
+    jobs = []
+    for name in SETS:
+        num_prompts = min(per_set, len(read_set(bench, name)))
+        jobs.append(Job(name, _set_file(bench, name), (*greedy, "--spread", str(num_prompts))))
     jobs += [
         Job(name, folder / f"{name}.jsonl", (*greedy, "--limit", str(num_dev))) for name in ("dev1", "dev2")
     ]
