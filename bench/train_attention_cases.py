@@ -140,7 +140,7 @@ def milliseconds(step: Callable[[], Any], setting: Setting, *, seconds: float) -
     """Mean time of `step`, run for at least `seconds`; the device is waited for every `steps_per_wait`."""
     setting.sync()
     start, num_steps = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
+    while num_steps == 0 or time.perf_counter() - start < seconds:
         for _ in range(setting.steps_per_wait):
             step()
         num_steps += setting.steps_per_wait

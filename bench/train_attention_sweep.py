@@ -51,7 +51,7 @@ CANDIDATES = {
         Tile(q=32, kv=128, num_warps=8, num_stages=3),
         Tile(q=64, kv=128, num_warps=8, num_stages=2),
         Tile(q=64, kv=128, num_warps=8, num_stages=3),
-        Tile(q=128, kv=64, num_warps=8, num_stages=2),
+        Tile(q=32, kv=64, num_warps=4, num_stages=3),
     ),
 }
 
