@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from tests import tiny_folders
 from tests.tiny import MASK_TOKEN_ID, VOCAB_SIZE, tiny_llama
-from tests.unit.train.separate_blocks import Sample, ar_loss, block_logits, diff_loss, exact_llama, sample
+from tests.unit.train.separate_blocks import ar_loss, block_logits, diff_loss, exact_llama, example_of, sample
+from train.dataset import Example
 from train.model import TrainModel, load_lm
 from train.packing import PackedBatch, pack
 
@@ -36,7 +37,7 @@ CASES = {
 }
 
 
-def packed(examples: list[Sample], **changes: Any) -> PackedBatch:
+def packed(examples: list[Example], **changes: Any) -> PackedBatch:
     arguments: dict[str, Any] = {"gamma": GAMMA, "mask_token_id": MASK_TOKEN_ID, "multiple_of": 4}
     arguments["generator"] = np.random.default_rng(0)
     return pack(examples, **arguments | changes)
@@ -47,7 +48,7 @@ def train_model(lm: PreTrainedModel, **changes: Any) -> TrainModel:
     return TrainModel(lm, **arguments | changes)
 
 
-def anchors_of(batch: PackedBatch, row: int, example: Sample) -> list[int]:
+def anchors_of(batch: PackedBatch, row: int, example: Example) -> list[int]:
     """The 1-based anchors of a row, from the positions its blocks have."""
     first = batch.layout.ctx[row, batch.layout.num_known :: batch.block_size]
     return [int(at) - len(example.prompt_ids) + 1 for at in first if at > 0]
@@ -188,7 +189,7 @@ def test_loads_trains_and_exports(tmp_path: Path) -> None:
     lm = load_lm(tmp_path / "drafter", dtype=torch.float32, attention="sdpa")
     names = list(lm.state_dict())
     model = train_model(lm, mask_token_id=tiny_folders.RESERVED_IDS[1])
-    example = Sample(np.array([7, 8]), np.array([9, 10, 11, 2]))
+    example = example_of([7, 8], [9, 10, 11, 2])
     batch = packed([example], block_size=4, num_anchors=2, mask_token_id=tiny_folders.RESERVED_IDS[1])
     model(batch).total.backward()
     with torch.no_grad():
