@@ -26,6 +26,8 @@ LOSS_RTOL = 2e-7
 GRADIENT_OF_LARGEST = 2e-7
 # fp32 throughout, logits of about 6.
 FP32_RTOL = 1e-5
+# bf16 weights and activations, 8 bits each. Seen on a CPU: 1e-3.
+BF16_RTOL = 1e-2
 
 CASES = {
     "several rows": ([(5, 9), (3, 12), (8, 4)], 4, 3),
@@ -104,6 +106,21 @@ def test_fp32_losses_stay_close() -> None:
     assert single.total.dtype == torch.float32
     for name in ("total", "diff", "ar"):
         assert getattr(single, name).item() == pytest.approx(getattr(exact, name).item(), rel=FP32_RTOL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_loss", [False, True])
+def test_bf16_losses_on_a_gpu_stay_close(compile_loss: bool) -> None:
+    batch = packed([sample(5, 9), sample(3, 12, seed=1)], block_size=4, num_anchors=3)
+    exact = train_model(exact_llama(1))(batch)
+    lm = tiny_llama(1).to("cuda", torch.bfloat16).requires_grad_(True)
+    model = train_model(lm, compile_loss=compile_loss, head_chunk=16)
+    losses = model(batch.pin_memory().to("cuda", non_blocking=True))
+    losses.total.backward()
+    assert losses.total.dtype == torch.float32
+    for name in ("total", "diff", "ar"):
+        assert getattr(losses, name).item() == pytest.approx(getattr(exact, name).item(), rel=BF16_RTOL)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_padding_changes_nothing() -> None:
