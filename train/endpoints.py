@@ -1,7 +1,8 @@
 """One OpenAI-compatible endpoint: what it is asked, what it answers, and whose fault a failure is.
 
 Owns HTTP and nothing else: which prompt goes to which endpoint, and what is tried again, is the business of
-`asking`.
+`asking`. On aiohttp: what a request costs does not grow with the number of connections, of which there are
+hundreds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 
 from train.conversations import Message
@@ -79,6 +80,8 @@ class Endpoint:
     ) -> None:
         """`url` is the server's, with or without /v1; at most `connections` requests go on at once.
 
+        Needs a running event loop, which owns the connections.
+
         Raises:
             ValueError: `url` is no http address, or a number is out of range.
         """
@@ -89,10 +92,9 @@ class Endpoint:
             raise ValueError(f"concurrency is {connections}, allowed are 1 and more")
         if timeout_s <= 0:
             raise ValueError(f"timeout is {timeout_s}, allowed is more than 0 seconds")
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_SECONDS),
+            connector=aiohttp.TCPConnector(limit=connections),
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
         )
 
@@ -122,24 +124,25 @@ class Endpoint:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._session.close()
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         try:
-            response = await self._client.request(method, path, json=body)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            async with self._session.request(method, self.url + path, json=body) as response:
+                status, content = response.status, await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EndpointFailureError(f"cannot connect ({_name(error)})", reached=False) from error
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise EndpointFailureError(f"the connection broke ({_name(error)})", reached=True) from error
-        if response.is_success:
+        if 200 <= status < 300:
             try:
-                return response.json()
+                return json.loads(content)
             except ValueError as error:
                 raise EndpointFailureError("its response is not JSON", reached=True) from error
-        reason = f"status {response.status_code}: {_error_text(response)}"
-        if response.status_code in PROMPT_STATUSES:
+        reason = f"status {status}: {_error_text(content)}"
+        if status in PROMPT_STATUSES:
             raise PromptRefusedError(reason)
-        raise EndpointFailureError(reason, reached=response.status_code >= 500)
+        raise EndpointFailureError(reason, reached=status >= 500)
 
 
 def _answer(response: Any, *, thinking: bool) -> Message:
@@ -168,14 +171,15 @@ def _answer(response: Any, *, thinking: bool) -> Message:
     return Message("assistant", content, output_ids, finish_reason, prompt_tokens)
 
 
-def _error_text(response: httpx.Response) -> str:
+def _error_text(content: bytes) -> str:
+    text = content.decode(errors="replace")
     try:
-        body = response.json()
+        body = json.loads(text)
         error = body.get("error") or body
         text = error.get("message") or json.dumps(body)
     except (AttributeError, ValueError):
-        text = response.text
-    return " ".join(str(text).split())[:MAX_SHOWN] or response.reason_phrase
+        pass  # not in the form of OpenAI's errors: shown as it is
+    return " ".join(str(text).split())[:MAX_SHOWN] or "no reason given"
 
 
 def _name(error: Exception) -> str:

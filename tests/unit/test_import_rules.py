@@ -60,6 +60,8 @@ MAY_IMPORT_SGLANG = ("integration", "worker", "plugin", "cpu_engine", "cli.docto
 OUTSIDE = {
     "bench.worker_rig": ("worker", "integration", "cpu_engine", "options", "drafter_config"),
     "bench.host_overhead": ("drafter.executor", "spec_types"),
+    "bench.train_attention": ("layout",),
+    "bench.train_attention_cases": ("layout",),
     "bench.identity_runs": ("drafter_config", "drafter.initialise"),
     "serve": ("drafter_config", "drafter.checkpoint", "drafter.initialise"),
     "train": ("drafter_config", "layout", "masks", "drafter", "verify"),
