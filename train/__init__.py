@@ -1,1 +1,1 @@
-"""Training a drafter: prompts, the target's answers, packed batches, DeepSpeed, a checkpoint SGLang serves."""
+"""Training a drafter: prompts, the target's answers, packed batches, DeepSpeed, a drafter SGLang serves."""
