@@ -24,6 +24,7 @@ from deepspeed import DeepSpeedEngine
 from train.config import TrainConfig
 from train.distributed import World, barrier, raise_together, sum_over_ranks
 from train.engine import bytes_of_state
+from train.errors import TrainingError
 
 LATEST = "latest"
 STATE = "state.json"
@@ -44,7 +45,7 @@ _FREE = (
 _FREE_LIMITS = ("max_minutes", "max_skipped")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(TrainingError):
     """A checkpoint cannot be written, or not be resumed from; earlier ones are as they were."""
 
 

@@ -43,7 +43,7 @@ class ModelSection(_Section):
         block_size: B, the anchor included.
         mask_token_id: None takes the drafter's, or else a reserved id of the tokenizer.
         random_init: keep the architecture of `path` and draw its weights anew.
-        shape: fields of a transformers config that replace those of `path`; needs `random_init`.
+        shape: a transformers config (model_type and more) in place of that of `path`; needs `random_init`.
         thinking_mode: whether the target's answers were made with thinking.
     """
 
@@ -72,15 +72,23 @@ class DataSection(_Section):
 
     Attributes:
         train: files of rows {"id", "conversations"}.
+        synthetic: this many rows of random tokens, `max_length` each, in place of `train`: to measure speed.
         dev: the target's greedy answers to prompts never trained on; None: no validation.
         max_length: tokens of prompt and answer together; longer answers are cut, longer prompts refused.
         max_refused: share of rows that may be unusable before the run stops.
     """
 
-    train: Annotated[tuple[str, ...], Field(min_length=1)]
+    train: tuple[str, ...] = ()
+    synthetic: Count | None = None
     dev: str | None = None
     max_length: Annotated[int, Field(ge=8)] = 2048
     max_refused: Share = 0.05
+
+    @model_validator(mode="after")
+    def _check(self) -> DataSection:
+        if bool(self.train) == (self.synthetic is not None):
+            raise ValueError("train must name at least one file, or else synthetic be given, and not both")
+        return self
 
 
 class PackingSection(_Section):
@@ -183,13 +191,13 @@ class ValidationSection(_Section):
     Attributes:
         every: steps between two validations.
         prompts: answers used, from the start of the file.
-        rows: rows of a forward pass.
+        batch_tokens: tokens of a forward pass, context and blocks.
         coverage, fanout: C and F of the hit rate that is reported, and of the exported drafter.
     """
 
     every: Count = 500
     prompts: Count = 128
-    rows: Count = 8
+    batch_tokens: Count = 65_536
     coverage: Count = 12
     fanout: Count = 2
 
@@ -225,7 +233,7 @@ class TrainConfig(_Section):
     validation: ValidationSection = ValidationSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
     logging: LoggingSection = LoggingSection()
-    attention: Literal["sdpa", "flex", "flashinfer"] = "flashinfer"
+    attention: Literal["sdpa", "flex", "flashinfer", "triton"] = "flashinfer"
     activation_checkpointing: bool = False
     compile: bool = False
 

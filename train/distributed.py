@@ -1,8 +1,7 @@
 """The ranks of a run: who this process is, joining the others, and agreeing with them.
 
-Owns the environment that launchers leave (`deepspeed`, `torchrun`, or nothing at all for one rank) and the few
-collectives the loop needs outside the engine. Imports DeepSpeed when it joins, not before: the data set is
-built first, so that no rank waits for another one inside a collective.
+Owns the environment that launchers leave (`deepspeed`, `torchrun`, or nothing at all for one rank), the device DeepSpeed is to
+use, and the few collectives that the loop needs outside the engine.
 """
 
 from __future__ import annotations
@@ -10,13 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from train.errors import TrainingError
+
+Gathered = TypeVar("Gathered")
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 JOIN_TIMEOUT = timedelta(minutes=30)  # rank 0 checks and writes exports while the others wait
 
@@ -43,12 +45,16 @@ class World:
 def read_world(*, local_rank: int | None = None) -> World:
     """Read the launcher's environment; without one this is the only rank, and the environment says so then.
 
+    To be called before DeepSpeed is imported, which transformers may do: that is when it picks its device.
+
     Args:
         local_rank: from the command line, as the DeepSpeed launcher passes it.
 
     Raises:
         ValueError: the environment is incomplete, or names a GPU this machine does not have.
     """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if not any(given.values()):
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -73,11 +79,7 @@ def read_world(*, local_rank: int | None = None) -> World:
 
 def join(world: World, *, log: Path) -> None:
     """Form the process group. What DeepSpeed and its parts have to say goes to `log`, errors aside."""
-    if world.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # libuv's listener and gloo otherwise look the host name up, which fails on many isolated machines.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
+    if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     import deepspeed
     from deepspeed.utils import logger
@@ -110,27 +112,27 @@ def barrier() -> None:
         torch.distributed.barrier()
 
 
-def gather_texts(texts: Sequence[str]) -> list[str]:
-    """All ranks' texts, in the order of the ranks. Slow: for what happens rarely."""
+def gather_objects(own: Gathered) -> list[Gathered]:
+    """All ranks' objects, in the order of the ranks. Pickles them: for what happens rarely."""
     if not torch.distributed.is_initialized():
-        return list(texts)
-    lists: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(lists, list(texts))
-    return [text for texts in lists for text in texts]
+        return [own]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)
+    return gathered
 
 
 def raise_together(error: Exception | None, *, device: torch.device) -> None:
     """Raise on every rank if any rank has an error: its own, or one that says where to look.
 
     Raises:
-        RuntimeError: another rank failed.
+        TrainingError: another rank failed.
         Exception: `error` itself.
     """
     failed = sum_over_ranks(torch.tensor([float(error is not None)], dtype=torch.float64, device=device))
     if error is not None:
         raise error
     if failed[0]:
-        raise RuntimeError(f"{int(failed[0])} other rank(s) failed, their message says why")
+        raise TrainingError(f"{int(failed[0])} other rank(s) failed, their message says why")
 
 
 def _free_port() -> int:

@@ -18,6 +18,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from train.config import OptimizerSection, TrainConfig, deepspeed_config
 from train.distributed import World
+from train.errors import TrainingError
 
 # Below this many values bitsandbytes keeps a tensor's moments in fp32 (its `min_8bit_size`).
 MIN_8BIT_SIZE = 4096
@@ -49,17 +50,17 @@ def check_optimizer_state(engine: DeepSpeedEngine, settings: OptimizerSection) -
     """Refuse state of another kind than the config names. To be called on every rank after the first step.
 
     Raises:
-        RuntimeError: fp32 moments under `adamw8bit`, or master weights that are not fp32.
+        TrainingError: fp32 moments under `adamw8bit`, or master weights that are not fp32.
     """
     for parameter, state in engine.basic_optimizer.state.items():
         if parameter.dtype != torch.float32:
-            raise RuntimeError(f"the optimiser steps {parameter.dtype} weights, they must be fp32")
+            raise TrainingError(f"the optimiser steps {parameter.dtype} weights, they must be fp32")
         moments = {name: value for name, value in state.items() if name in ("state1", "state2")}
         if settings.name != "adamw8bit" or parameter.numel() < MIN_8BIT_SIZE:
             continue
         kinds = {name: str(value.dtype) for name, value in moments.items()}
         if set(kinds.values()) != {"torch.uint8"}:
-            raise RuntimeError(
+            raise TrainingError(
                 f"optimizer.name is 'adamw8bit' but the state of a tensor of {parameter.numel()} values is "
                 f"{kinds or 'absent'}, it must be uint8: choose 'adamw'"
             )

@@ -6,10 +6,9 @@ back and the comparison are `d3d_sglang.drafter.export`'s.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from d3d_sglang.drafter.checkpoint import CheckpointError, read_drafter
+from d3d_sglang.drafter.checkpoint import read_drafter
 from d3d_sglang.drafter.export import check_written, folder_beside, put_in_place, write_files
 from d3d_sglang.drafter_config import DrafterConfig
 from train.config import TrainConfig
 from train.distributed import World, raise_together
+from train.errors import TrainingError
 
 PROVENANCE = "provenance.json"
 _PREFIX = "lm."  # of the exported model within `TrainModel`
@@ -51,7 +51,7 @@ def export(
     """Write the drafter to `out`, replacing an earlier one only when the new one has been read back. On all ranks.
 
     Raises:
-        CheckpointError: it cannot be written, or came back different; an earlier folder is untouched.
+        TrainingError: it cannot be written, or came back different; an earlier folder is untouched.
     """
     tensors = gathered_weights(engine)
     problem: Exception | None = None
@@ -59,7 +59,7 @@ def export(
         try:
             _write(engine, out, tensors, origin=origin, metrics=metrics)
         except (OSError, ValueError, RuntimeError) as error:
-            problem = CheckpointError(f"the drafter could not be written to {out}: {error}")
+            problem = TrainingError(f"the drafter could not be written to {out}: {error}")
             problem.__cause__ = error
     raise_together(problem, device=engine.device)
 
@@ -67,19 +67,10 @@ def export(
 def gathered_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """The whole state dict of the exported model, bf16; empty on other ranks than the first under ZeRO-3."""
     if engine.zero_optimization_stage() == 3:
-        whole = engine.consolidated_16bit_state_dict() or {}
+        whole = engine._zero3_consolidated_16bit_state_dict() or {}
     else:
         whole = engine.module.state_dict()
     return {name.removeprefix(_PREFIX): tensor for name, tensor in whole.items()}
-
-
-def files_sha256(paths: Sequence[str]) -> dict[str, str]:
-    """Digest of each file, by its name."""
-    digests = {}
-    for path in paths:
-        with Path(path).open("rb") as file:
-            digests[Path(path).name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
 
 
 def _write(

@@ -15,7 +15,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 
-from train.distributed import gather_texts
+from train.distributed import gather_objects
+from train.errors import TrainingError
 from train.model import Losses
 from train.stream import MicroBatch
 
@@ -23,7 +24,7 @@ Report = Callable[[str], None]
 _LOSS = "the loss"
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(TrainingError):
     """Several steps in a row had a gradient that is not finite: the run cannot go on by itself."""
 
 
@@ -116,7 +117,7 @@ class StepGuard:
         if self._engine.was_step_applied():
             return None
         # A loss says more than the gradients it spoiled, and only its own rank has seen it.
-        everywhere = gather_texts(found)
+        everywhere = [text for texts in gather_objects(found) for text in texts]
         everywhere.sort(key=lambda text: not text.startswith(_LOSS))
         return everywhere[0] if everywhere else "the gradient is not finite (no single parameter's is)"
 
