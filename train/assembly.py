@@ -7,24 +7,27 @@ from disk) comes before the process group, in which the other ranks would wait.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from train.chat_format import read_chat_format
 from train.checkpoint import Checkpoints, RunState, resume_key
-from train.config import TrainConfig, dump_config
-from train.dataset import Example
+from train.config import DataSection, TrainConfig, dump_config
+from train.dataset import Dataset, Example
+from train.dataset_build import Source, build_dataset
 from train.distributed import World, join
 from train.engine import build_engine
 from train.export import Origin
 from train.initial_drafter import DrafterPlan, load_drafter, plan_drafter
 from train.progress import Reporter
-from train.stream import Examples, Plan
+from train.stream import Plan
 from train.synthetic import SyntheticExamples
+from train.tokenise import Limits
 from train.trainer import Run, Trainer
 from train.validation import Validator
 
@@ -39,37 +42,48 @@ class Prepared:
     """What is read and checked before any rank waits for another one.
 
     Attributes:
-        files_sha256: digest of every data file, by name.
+        fingerprint: changes with the training examples.
+        files_sha256: digest of every data file, by name; on the first rank.
     """
 
     drafter: DrafterPlan
     plan: Plan
     dev: tuple[Example, ...]
+    fingerprint: str
     files_sha256: dict[str, str]
 
 
 def prepare(config: TrainConfig, *, world: World, say: Say) -> Prepared:
-    """Check the drafter against the target, and read the data.
+    """Check the drafter against the target, and read the data. Processes of a host tokenise it once.
 
     Raises:
-        ValueError: see `plan_drafter`, `Dataset` and `Plan`.
+        ValueError: see `plan_drafter`, `build_dataset` and `Plan`.
     """
     transformers_logging.disable_progress_bar()
     say(f"checking {config.model.path} against {config.model.target}")
     drafter = plan_drafter(config)
     mask_token_id = drafter.d3d_config.mask_token_id
-    examples = _training_examples(config, drafter, say=say)
+    examples = _synthetic(config, drafter)
+    fingerprint = "synthetic"
+    if examples is None:
+        examples = _read(config, config.data.train, drafter, world=world, say=say)
+        fingerprint = examples.fingerprint
     dev: tuple[Example, ...] = ()
     if config.data.dev is not None:
-        found = _read(config, (config.data.dev,), say=say)
+        found = _read(config, (config.data.dev,), drafter, world=world, say=say)
         dev = tuple(found[i] for i in range(min(len(found), config.validation.prompts)))
     plan = Plan(examples, config, world=world, mask_token_id=mask_token_id)
     say(
         f"{len(examples)} examples to train on, {len(dev)} to validate with: {plan.total_steps} steps of "
         f"{config.batch.global_size}, {plan.steps_per_epoch} an epoch"
     )
-    files = (*config.data.train, *(() if config.data.dev is None else (config.data.dev,)))
-    return Prepared(drafter=drafter, plan=plan, dev=dev, files_sha256=_files_sha256(files))
+    return Prepared(
+        drafter=drafter,
+        plan=plan,
+        dev=dev,
+        fingerprint=fingerprint,
+        files_sha256=_files_sha256(config.data) if world.is_first else {},
+    )
 
 
 def train(
@@ -91,12 +105,11 @@ def train(
     say(f"loading {config.model.path} on {world.size} x {world.device.type}")
     model = load_drafter(prepared.drafter, config)
     engine = build_engine(model, config, world=world, total_steps=prepared.plan.total_steps)
-    digest = hashlib.sha256(json.dumps(prepared.files_sha256, sort_keys=True).encode()).hexdigest()
     checkpoints = Checkpoints(
         out / "checkpoints",
         keep=config.checkpoints.keep,
         world=world,
-        key=resume_key(config, world=world, data_sha256=digest),
+        key=resume_key(config, world=world, data=prepared.fingerprint),
     )
     state = checkpoints.resume(engine)
     if state is not None:
@@ -126,9 +139,9 @@ def train(
         ).train()
 
 
-def _training_examples(config: TrainConfig, drafter: DrafterPlan, *, say: Say) -> Examples:
+def _synthetic(config: TrainConfig, drafter: DrafterPlan) -> SyntheticExamples | None:
     if config.data.synthetic is None:
-        return _read(config, config.data.train, say=say)
+        return None
     return SyntheticExamples(
         count=config.data.synthetic,
         length=config.data.max_length,
@@ -138,15 +151,25 @@ def _training_examples(config: TrainConfig, drafter: DrafterPlan, *, say: Say) -
     )
 
 
-def _read(config, paths, *, say):
-    from train.dataset import stub_dataset
+def _read(
+    config: TrainConfig, files: tuple[str, ...], drafter: DrafterPlan, *, world: World, say: Say
+) -> Dataset:
+    mode = drafter.d3d_config.thinking_mode
+    source = Source(
+        files=tuple(map(Path, files)),
+        limits=Limits(max_length=config.data.max_length, mask_token_id=drafter.d3d_config.mask_token_id),
+        max_dropped_share=config.data.max_dropped,
+        cache=Path(config.data.cache) if config.data.cache else Path(config.out) / "tokens",
+    )
+    chat_format = read_chat_format(config.model.target, thinking=mode == "on")
+    dataset = build_dataset(source, chat_format, console=Console() if world.is_first else None)
+    say(f"{', '.join(files)}: {dataset.account}")
+    return dataset
 
-    return stub_dataset(paths, config.model.path, config.data.max_length)
 
-
-def _files_sha256(paths: tuple[str, ...]) -> dict[str, str]:
+def _files_sha256(data: DataSection) -> dict[str, str]:
     digests = {}
-    for path in paths:
+    for path in (*data.train, *filter(None, [data.dev])):
         with Path(path).open("rb") as file:
             digests[Path(path).name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests

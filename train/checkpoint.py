@@ -69,7 +69,7 @@ class RunState:
     best_step: int | None = None
 
 
-def resume_key(config: TrainConfig, *, world: World, data_sha256: str) -> dict[str, Any]:
+def resume_key(config: TrainConfig, *, world: World, data: str) -> dict[str, Any]:
     """What has to be equal for a run to go on as if it had not stopped, by field name."""
     fields = config.model_dump(mode="json", exclude={*_FREE})
     for name in _FREE_LIMITS:
@@ -84,7 +84,7 @@ def resume_key(config: TrainConfig, *, world: World, data_sha256: str) -> dict[s
         "seed": config.seed,
         "data.max_length": config.data.max_length,
         "world_size": world.size,
-        "data_sha256": data_sha256,
+        "data": data,
     }
 
 

@@ -75,14 +75,16 @@ class DataSection(_Section):
         synthetic: this many rows of random tokens, `max_length` each, in place of `train`: to measure speed.
         dev: the target's greedy answers to prompts never trained on; None: no validation.
         max_length: tokens of prompt and answer together; longer answers are cut, longer prompts refused.
-        max_refused: share of rows that may be unusable before the run stops.
+        max_dropped: share of answers that may be unusable before the run stops.
+        cache: folder for the tokenised data; None takes `tokens` in `out`.
     """
 
     train: tuple[str, ...] = ()
     synthetic: Count | None = None
     dev: str | None = None
     max_length: Annotated[int, Field(ge=8)] = 2048
-    max_refused: Share = 0.05
+    max_dropped: Share = 0.05
+    cache: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> DataSection:

@@ -7,15 +7,16 @@ it, and there is no state to save.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from train.config import TrainConfig
-from train.dataset import Example, batches_by_length
+from train.dataset import Example, batches_by_length, num_batches
 from train.distributed import World
 from train.packing import PackedBatch, pack
 
@@ -26,7 +27,7 @@ class Examples(Protocol):
     """What training needs of a data set. `lengths` are tokens of prompt and answer together."""
 
     @property
-    def lengths(self) -> Sequence[int]: ...
+    def lengths(self) -> NDArray[np.int64]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Example: ...
 
@@ -59,7 +60,8 @@ class Plan:
         self._world = world
         self._mask_token_id = mask_token_id
         self.accumulation = config.batch.accumulation(world.size)
-        self.steps_per_epoch = len(self._batches(0)) // self.accumulation
+        batches = num_batches(len(examples), rows_per_batch=config.batch.rows, world_size=world.size)
+        self.steps_per_epoch = batches // self.accumulation
         if self.steps_per_epoch == 0:
             raise ValueError(
                 f"there are {len(examples)} examples to train on, one step takes batch.global_size = "
@@ -70,7 +72,7 @@ class Plan:
 
     def micro_batches(self, *, first_step: int) -> Iterator[MicroBatch]:
         """All micro-batches of this rank, `accumulation` for each step, from `first_step` (0-based) on."""
-        epoch, batches = -1, []
+        epoch, batches = -1, list[NDArray[np.int64]]()
         for step in range(first_step, self.total_steps):
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
@@ -79,19 +81,17 @@ class Plan:
             for indices in batches[at : at + self.accumulation]:
                 yield self._pack(indices, epoch=epoch)
 
-    def _batches(self, epoch: int) -> list[Sequence[int]]:
-        return list(
-            batches_by_length(
-                self._examples.lengths,
-                rows_per_batch=self._config.batch.rows,
-                epoch=epoch,
-                seed=self._config.seed,
-                rank=self._world.rank,
-                world_size=self._world.size,
-            )
+    def _batches(self, epoch: int) -> list[NDArray[np.int64]]:
+        return batches_by_length(
+            self._examples.lengths,
+            rows_per_batch=self._config.batch.rows,
+            epoch=epoch,
+            seed=self._config.seed,
+            rank=self._world.rank,
+            world_size=self._world.size,
         )
 
-    def _pack(self, indices: Sequence[int], *, epoch: int) -> MicroBatch:
+    def _pack(self, indices: NDArray[np.int64], *, epoch: int) -> MicroBatch:
         config = self._config
         examples = [self._examples[int(i)] for i in indices]
         packed = pack(

@@ -1,8 +1,7 @@
 """Exact greedy tau of the drafter in training, on the target's own greedy answers.
 
-Owns dividing the answers among the ranks and adding up what they find. How a walk over an answer goes is
-`acceptance`'s, how its drafts are made `answer_drafts`'. Every rank makes the same number of passes, since under
-ZeRO-3 each pass gathers weights from all ranks.
+Owns dividing the answers among the ranks and adding up what they find; the measuring is `evaluate`'s. Every rank
+makes the same number of passes, since under ZeRO-3 each of them gathers weights from all ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import numpy as np
 import torch
 
 from train.acceptance import Acceptance
-from train.answer_drafts import draft_answers, plan_passes
+from train.answer_drafts import plan_passes
 from train.config import TrainConfig
 from train.dataset import Example
 from train.distributed import World, gather_objects
+from train.evaluate import evaluate_examples
 from train.model import TrainModel
 
 
@@ -44,28 +44,24 @@ class Validator:
     @torch.no_grad()
     def measure(self, model: TrainModel) -> Acceptance:
         """Acceptance over the answers of all ranks. On all ranks."""
-        was_training = model.training
-        model.eval()
-        # Other shapes than training's: compiling layers for them would take longer than running them as they are.
+        # Other shapes than in training: compiling layers for them would take longer than not to.
         eager = self._config.compile and self._config.attention != "flex"
         with torch.compiler.set_stance("force_eager" if eager else "default"):
-            own = reduce(add, self._of(model, self._own), self._nothing())
+            own = self._evaluate(model, self._own) if self._own else self._nothing()
             for _ in range(self._missing):
-                list(self._of(model, [_shortest(model)]))
-        model.train(was_training)
+                self._evaluate(model, [_shortest(model)])
         return reduce(add, gather_objects(own))
 
-    def _of(self, model: TrainModel, examples: Sequence[Example]) -> list[Acceptance]:
+    def _evaluate(self, model: TrainModel, examples: Sequence[Example]) -> Acceptance:
         settings = self._config.validation
-        drafted = draft_answers(
+        return evaluate_examples(
             model,
             examples,
             block_size=self._config.model.block_size,
-            top=settings.fanout + 1,
+            coverage=settings.coverage,
+            fanout=settings.fanout,
             batch_tokens=settings.batch_tokens,
         )
-        branches = {"coverage": settings.coverage, "fanout": settings.fanout}
-        return [Acceptance.of(drafts, **branches) for _, drafts in drafted]
 
     def _nothing(self) -> Acceptance:
         settings = self._config.validation
