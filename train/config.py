@@ -12,13 +12,14 @@ Knows nothing of models, data or devices, and imports no torch.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from d3d_sglang.drafter_config import MIN_BLOCK_SIZE, ThinkingMode
 
@@ -26,6 +27,7 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 
 class _Section(BaseModel):
@@ -47,8 +49,8 @@ class ModelSection(_Section):
         thinking_mode: whether the target's answers were made with thinking.
     """
 
-    path: str
-    target: str
+    path: PathText
+    target: PathText
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     block_size: Annotated[int, Field(ge=MIN_BLOCK_SIZE)] = 16
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
@@ -79,12 +81,12 @@ class DataSection(_Section):
         cache: folder for the tokenised data; None takes `tokens` in `out`.
     """
 
-    train: tuple[str, ...] = ()
+    train: tuple[PathText, ...] = ()
     synthetic: Count | None = None
-    dev: str | None = None
+    dev: PathText | None = None
     max_length: Annotated[int, Field(ge=8)] = 2048
     max_dropped: Share = 0.05
-    cache: str | None = None
+    cache: PathText | None = None
 
     @model_validator(mode="after")
     def _check(self) -> DataSection:
@@ -220,9 +222,15 @@ class LoggingSection(_Section):
 
 
 class TrainConfig(_Section):
-    """A whole run. `out` receives everything it writes."""
+    """A whole run.
 
-    out: str
+    Attributes:
+        out: folder that receives everything it writes.
+        precision: of weights, activations and gradients. Weights are stepped in fp32 either way; `fp32` is for
+            CPUs, many of which multiply bf16 a hundred times slower.
+    """
+
+    out: PathText
     seed: Annotated[int, Field(ge=0)] = 0
     model: ModelSection
     data: DataSection
@@ -236,6 +244,7 @@ class TrainConfig(_Section):
     checkpoints: CheckpointsSection = CheckpointsSection()
     logging: LoggingSection = LoggingSection()
     attention: Literal["sdpa", "flex", "flashinfer", "triton"] = "flashinfer"
+    precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     compile: bool = False
 
@@ -244,6 +253,10 @@ class TrainConfig(_Section):
         if self.compile and self.zero.stage == 3:
             raise ValueError(
                 "compile is true with zero.stage 3: layers are gathered by hooks, use stage 0 to 2"
+            )
+        if self.precision == "fp32" and self.zero.stage == 0:
+            raise ValueError(
+                "precision is fp32 with zero.stage 0: DeepSpeed then does not check the gradient, use 1"
             )
         if self.validation.coverage > self.model.block_size:
             raise ValueError(
@@ -288,13 +301,14 @@ def deepspeed_config(config: TrainConfig, *, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": config.batch.rows,
         "gradient_accumulation_steps": config.batch.accumulation(world_size),
         "gradient_clipping": config.optimizer.clip,
-        # fp32 master weights at every stage; its check of the gradient skips a step on all ranks together.
-        "bf16": {"enabled": True, "check_grad_overflow": True},
         "zero_allow_untested_optimizer": True,  # bitsandbytes is not on its list
         "zero_optimization": {"stage": zero.stage},
         # Its stopwatch waits for the device at every forward pass.
         "timers": {"throughput": {"enabled": False}},
     }
+    if config.precision == "bf16":
+        # fp32 master weights at every stage; its check of the gradient skips a step on all ranks together.
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
     if zero.stage in (1, 2):
         settings["zero_optimization"] |= {
             "reduce_bucket_size": zero.bucket,

@@ -27,7 +27,7 @@ MIN_8BIT_SIZE = 4096
 def build_engine(
     model: torch.nn.Module, config: TrainConfig, *, world: World, total_steps: int
 ) -> DeepSpeedEngine:
-    """Hand a model to DeepSpeed. Its weights become bf16, with fp32 copies that are stepped."""
+    """Hand a model to DeepSpeed, which keeps fp32 copies of its weights and steps those."""
     optimizer = _optimizer(model, config.optimizer)
     settings = config.optimizer
     schedule = get_cosine_with_min_lr_schedule_with_warmup(
@@ -43,6 +43,8 @@ def build_engine(
         config=deepspeed_config(config, world_size=world.size),
         dist_init_required=False,
     )
+    if config.precision == "fp32" and config.zero.stage in (1, 2):
+        engine.optimizer.check_grad_overflow = True  # DeepSpeed has a setting for it in bf16 alone
     return engine
 
 

@@ -65,7 +65,7 @@ def export(
 
 
 def gathered_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """The whole state dict of the exported model, bf16; empty on other ranks than the first under ZeRO-3."""
+    """The whole state dict of the exported model; empty on other ranks than the first under ZeRO-3."""
     if engine.zero_optimization_stage() == 3:
         whole = engine._zero3_consolidated_16bit_state_dict() or {}
     else:
@@ -101,7 +101,7 @@ def _write(
             "config": origin.config.model_dump(mode="json"),
         }
         (folder / PROVENANCE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        check_written(folder, sha256, dtype=torch.bfloat16)
+        check_written(folder, sha256, dtype=lm.dtype)
         read_drafter(folder)
         put_in_place(folder, out)
 

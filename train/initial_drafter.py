@@ -77,7 +77,7 @@ def plan_drafter(config: TrainConfig) -> DrafterPlan:
 
 
 def load_drafter(plan: DrafterPlan, config: TrainConfig) -> TrainModel:
-    """Load or draw the weights, in bf16 on the CPU, ready to train."""
+    """Load or draw the weights, on the CPU, ready to train."""
     section = plan.section
     if section.shape is None:
         lm = _load(section.path, config)
@@ -105,7 +105,7 @@ def load_drafter(plan: DrafterPlan, config: TrainConfig) -> TrainModel:
 def _load(path: str, config: TrainConfig) -> Any:
     return load_lm(
         path,
-        dtype=torch.bfloat16,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.precision],
         attention=config.attention,
         random_init=config.model.random_init,
         seed=config.seed,

@@ -156,11 +156,14 @@ class Trainer:
             self._export(BEST)
 
     def _save(self) -> None:
-        self._watch.pause()
-        self._run.checkpoints.save(self._run.engine, self._state)
+        if self._run.config.data.synthetic is None:  # of random rows nothing is worth keeping
+            self._watch.pause()
+            self._run.checkpoints.save(self._run.engine, self._state)
 
     def _export(self, name: str) -> None:
         run, state = self._run, self._state
+        if run.config.data.synthetic is not None:
+            return
         metrics: dict[str, Any] = dataclasses.asdict(state)
         out = Path(run.config.out) / name
         export(run.engine, out, origin=run.origin, world=run.world, metrics=metrics)
@@ -170,9 +173,11 @@ class Trainer:
         out = Path(run.config.out)
         how = "stopped" if stopped else "done"
         best = "" if state.best_tau is None else f", best tau {state.best_tau:.3f} (step {state.best_step})"
-        drafter = out / (LAST if state.best_tau is None else BEST)
+        drafter = f": the drafter is {out / (LAST if state.best_tau is None else BEST)}."
+        if run.config.data.synthetic is not None:
+            drafter = ", trained on random rows: no drafter was written."
         more = " Start the same command again to go on." if stopped else ""
-        return f"{how} at step {state.step} of {run.plan.total_steps}{best}: the drafter is {drafter}.{more}"
+        return f"{how} at step {state.step} of {run.plan.total_steps}{best}{drafter}{more}"
 
     def _say(self, line: str) -> None:
         if self._run.reporter is not None:
