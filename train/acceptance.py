@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -236,6 +237,12 @@ class Acceptance:
             "sync": self.sync.to_dict(),
             "async": self.ahead.to_dict(),
         }
+
+
+def mean_over_sets(values: Sequence[float | None]) -> float | None:
+    """Plain mean of a figure of several sets, of those that have one."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _truth(drafts: AnswerDrafts) -> NDArray[np.int64]:

@@ -12,28 +12,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from d3d_sglang.layout import PackedLayout
+from train.dataset import Example
 
 Ints = NDArray[np.int64]
 MapTensor = Callable[[torch.Tensor], torch.Tensor]
 Holder = TypeVar("Holder", "PackedLayout", "Targets")
-
-
-class PromptAndResponse(Protocol):
-    """What packing needs of an example: token ids `[L]`, L >= 1, and `[T]`, T >= 2."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def prompt_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def response_ids(self) -> NDArray[np.int32]: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class PackedBatch:
 
 
 def pack(
-    examples: Sequence[PromptAndResponse],
+    examples: Sequence[Example],
     *,
     block_size: int,
     num_anchors: int,
@@ -182,7 +172,7 @@ def _check_settings(*, block_size: int, num_anchors: int, gamma: float, multiple
         raise ValueError(f"multiple_of is {multiple_of}, it must be at least 1")
 
 
-def _check_example(example: PromptAndResponse, *, mask_token_id: int) -> None:
+def _check_example(example: Example, *, mask_token_id: int) -> None:
     if len(example.prompt_ids) < 1 or len(example.response_ids) < 2:
         raise ValueError(
             f"example {example.id!r} has {len(example.prompt_ids)} prompt tokens and "

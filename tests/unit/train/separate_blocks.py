@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,21 +14,18 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.tiny import MASK_TOKEN_ID, tiny_llama
+from train.dataset import Example
 
 
-@dataclass(frozen=True)
-class Sample:
-    """An example made of given token ids."""
-
-    prompt_ids: np.ndarray
-    response_ids: np.ndarray
-    id: str = "sample"
+def example_of(prompt_ids: Sequence[int], response_ids: Sequence[int], *, id: str = "example") -> Example:
+    """An example made of these token ids."""
+    return Example(id, np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))
 
 
-def sample(prompt_len: int, response_len: int, *, seed: int = 0) -> Sample:
+def sample(prompt_len: int, response_len: int, *, seed: int = 0) -> Example:
     """Random token ids, none of them the mask token."""
     ids = np.random.default_rng(seed).integers(MASK_TOKEN_ID, size=prompt_len + response_len, dtype=np.int32)
-    return Sample(prompt_ids=ids[:prompt_len], response_ids=ids[prompt_len:])
+    return Example(f"random{seed}", ids[:prompt_len], ids[prompt_len:])
 
 
 def exact_llama(seed: int, *, tied: bool = False) -> PreTrainedModel:
@@ -41,7 +37,7 @@ def exact_llama(seed: int, *, tied: bool = False) -> PreTrainedModel:
     return model
 
 
-def block_logits(model: PreTrainedModel, example: Sample, anchor: int, *, block_size: int) -> torch.Tensor:
+def block_logits(model: PreTrainedModel, example: Example, anchor: int, *, block_size: int) -> torch.Tensor:
     """Logits `[B, V]` of the block of one anchor (1-based) behind its own context."""
     tokens = [*example.prompt_ids.tolist(), *example.response_ids[:anchor].tolist()]
     sequence = torch.tensor([[*tokens, *[MASK_TOKEN_ID] * (block_size - 1)]])
@@ -53,7 +49,7 @@ def block_logits(model: PreTrainedModel, example: Sample, anchor: int, *, block_
 
 
 def diff_loss(
-    model: PreTrainedModel, example: Sample, anchors: Sequence[int], *, block_size: int, gamma: float
+    model: PreTrainedModel, example: Example, anchors: Sequence[int], *, block_size: int, gamma: float
 ) -> torch.Tensor:
     """Equation 5 for one example."""
     weighted, normaliser = torch.zeros((), dtype=model.dtype), 0.0
@@ -67,7 +63,7 @@ def diff_loss(
     return weighted / normaliser
 
 
-def ar_loss(model: PreTrainedModel, example: Sample) -> torch.Tensor:
+def ar_loss(model: PreTrainedModel, example: Example) -> torch.Tensor:
     """Equation 6 for one example."""
     tokens = [*example.prompt_ids.tolist(), *example.response_ids.tolist()]
     log_probs = _without_mask_token(model(torch.tensor([tokens]), use_cache=False).logits[0]).log_softmax(-1)

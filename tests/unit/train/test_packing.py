@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from d3d_sglang.masks import dense_mask
 from tests.tiny import MASK_TOKEN_ID as MASK
-from tests.unit.train.separate_blocks import Sample, sample
+from tests.unit.train.separate_blocks import example_of, sample
+from train.dataset import Example
 from train.packing import PackedBatch, pack
 
 # Weights are computed in float64 and stored in fp32.
 WEIGHT_RTOL = 1e-6
 
 
-def packed(examples: list[Sample], *, seed: int = 0, **changes: Any) -> PackedBatch:
+def packed(examples: list[Example], *, seed: int = 0, **changes: Any) -> PackedBatch:
     arguments: dict[str, Any] = {
         "block_size": 3,
         "num_anchors": 2,
@@ -35,8 +36,8 @@ def packed(examples: list[Sample], *, seed: int = 0, **changes: Any) -> PackedBa
 
 def by_hand() -> PackedBatch:
     """L = 2, T = 4, anchors 1 and 3; L = 1, T = 2 and its one anchor. B = 3, K = 2, S = 8, W = 14."""
-    first = Sample(np.array([10, 11]), np.array([21, 22, 23, 24]))
-    second = Sample(np.array([12]), np.array([25, 26]))
+    first = example_of([10, 11], [21, 22, 23, 24])
+    second = example_of([12], [25, 26])
     return packed([first, second], anchors=[np.array([1, 3]), np.array([1])])
 
 
@@ -85,7 +86,7 @@ def test_work_by_hand() -> None:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Sample], PackedBatch]:
+def batches(draw: st.DrawFn) -> tuple[list[Example], PackedBatch]:
     """Rows of any lengths, T < B and T = 2 among them, and more blocks than a row has anchors."""
     lengths = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(2, 12)), min_size=1, max_size=3))
     examples = [sample(prompt, response, seed=i) for i, (prompt, response) in enumerate(lengths)]
@@ -102,7 +103,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Sample], PackedBatch]:
 
 @given(batches())
 @settings(max_examples=60)
-def test_every_token_sees_what_it_should(drawn: tuple[list[Sample], PackedBatch]) -> None:
+def test_every_token_sees_what_it_should(drawn: tuple[list[Example], PackedBatch]) -> None:
     """The mask, built token by token from what a column is."""
     examples, batch = drawn
     num_context, block_size = batch.layout.num_known, batch.block_size
@@ -132,7 +133,7 @@ def test_every_token_sees_what_it_should(drawn: tuple[list[Sample], PackedBatch]
 
 @given(batches())
 @settings(max_examples=60)
-def test_every_target_is_its_position_in_the_answer(drawn: tuple[list[Sample], PackedBatch]) -> None:
+def test_every_target_is_its_position_in_the_answer(drawn: tuple[list[Example], PackedBatch]) -> None:
     examples, batch = drawn
     num_context, num_window = batch.layout.num_known, batch.layout.num_window
     diff = {int(i): int(label) for i, label in zip(batch.diff.index, batch.diff.labels, strict=True)}
@@ -154,7 +155,7 @@ def test_every_target_is_its_position_in_the_answer(drawn: tuple[list[Sample], P
 
 @given(batches())
 @settings(max_examples=60)
-def test_weights_of_every_example_sum_to_one(drawn: tuple[list[Sample], PackedBatch]) -> None:
+def test_weights_of_every_example_sum_to_one(drawn: tuple[list[Example], PackedBatch]) -> None:
     _, batch = drawn
     for targets in (batch.diff, batch.ar):
         sums = torch.zeros(batch.num_rows, dtype=torch.float64)
@@ -219,10 +220,10 @@ def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> No
     [
         (sample(0, 4), "has 0 prompt tokens"),
         (sample(2, 1), "1 response tokens"),
-        (Sample(np.array([1]), np.array([2, MASK, 3])), f"holds the mask token {MASK}"),
+        (example_of([1], [2, MASK, 3]), f"holds the mask token {MASK}"),
     ],
 )
-def test_wrong_examples_are_refused(example: Sample, message: str) -> None:
+def test_wrong_examples_are_refused(example: Example, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         packed([sample(2, 4), example])
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from tests import tiny_folders
 from tests.tiny import MASK_TOKEN_ID, VOCAB_SIZE, tiny_llama
-from tests.unit.train.separate_blocks import Sample, ar_loss, block_logits, diff_loss, exact_llama, sample
+from tests.unit.train.separate_blocks import ar_loss, block_logits, diff_loss, exact_llama, example_of, sample
+from train.dataset import Example
 from train.model import TrainModel, load_lm
 from train.packing import PackedBatch, pack
 
@@ -25,6 +26,8 @@ LOSS_RTOL = 2e-7
 GRADIENT_OF_LARGEST = 2e-7
 # fp32 throughout, logits of about 6.
 FP32_RTOL = 1e-5
+# bf16 weights and activations, 8 bits each. Seen on a CPU: 1e-3.
+BF16_RTOL = 1e-2
 
 CASES = {
     "several rows": ([(5, 9), (3, 12), (8, 4)], 4, 3),
@@ -36,7 +39,7 @@ CASES = {
 }
 
 
-def packed(examples: list[Sample], **changes: Any) -> PackedBatch:
+def packed(examples: list[Example], **changes: Any) -> PackedBatch:
     arguments: dict[str, Any] = {"gamma": GAMMA, "mask_token_id": MASK_TOKEN_ID, "multiple_of": 4}
     arguments["generator"] = np.random.default_rng(0)
     return pack(examples, **arguments | changes)
@@ -47,7 +50,7 @@ def train_model(lm: PreTrainedModel, **changes: Any) -> TrainModel:
     return TrainModel(lm, **arguments | changes)
 
 
-def anchors_of(batch: PackedBatch, row: int, example: Sample) -> list[int]:
+def anchors_of(batch: PackedBatch, row: int, example: Example) -> list[int]:
     """The 1-based anchors of a row, from the positions its blocks have."""
     first = batch.layout.ctx[row, batch.layout.num_known :: batch.block_size]
     return [int(at) - len(example.prompt_ids) + 1 for at in first if at > 0]
@@ -103,6 +106,21 @@ def test_fp32_losses_stay_close() -> None:
     assert single.total.dtype == torch.float32
     for name in ("total", "diff", "ar"):
         assert getattr(single, name).item() == pytest.approx(getattr(exact, name).item(), rel=FP32_RTOL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_loss", [False, True])
+def test_bf16_losses_on_a_gpu_stay_close(compile_loss: bool) -> None:
+    batch = packed([sample(5, 9), sample(3, 12, seed=1)], block_size=4, num_anchors=3)
+    exact = train_model(exact_llama(1))(batch)
+    lm = tiny_llama(1).to("cuda", torch.bfloat16).requires_grad_(True)
+    model = train_model(lm, compile_loss=compile_loss, head_chunk=16)
+    losses = model(batch.pin_memory().to("cuda", non_blocking=True))
+    losses.total.backward()
+    assert losses.total.dtype == torch.float32
+    for name in ("total", "diff", "ar"):
+        assert getattr(losses, name).item() == pytest.approx(getattr(exact, name).item(), rel=BF16_RTOL)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_padding_changes_nothing() -> None:
@@ -188,7 +206,7 @@ def test_loads_trains_and_exports(tmp_path: Path) -> None:
     lm = load_lm(tmp_path / "drafter", dtype=torch.float32, attention="sdpa")
     names = list(lm.state_dict())
     model = train_model(lm, mask_token_id=tiny_folders.RESERVED_IDS[1])
-    example = Sample(np.array([7, 8]), np.array([9, 10, 11, 2]))
+    example = example_of([7, 8], [9, 10, 11, 2])
     batch = packed([example], block_size=4, num_anchors=2, mask_token_id=tiny_folders.RESERVED_IDS[1])
     model(batch).total.backward()
     with torch.no_grad():
