@@ -24,7 +24,7 @@ from train.distributed import World, join
 from train.engine import build_engine
 from train.export import Origin
 from train.initial_drafter import DrafterPlan, load_drafter, plan_drafter
-from train.progress import Reporter
+from train.progress import Reporter, check_recorders
 from train.stream import Plan
 from train.synthetic import SyntheticExamples
 from train.tokenise import Limits
@@ -60,14 +60,15 @@ def prepare(config: TrainConfig, *, world: World, say: Say) -> Prepared:
         ValueError: see `plan_drafter`, `build_dataset` and `Plan`.
     """
     transformers_logging.disable_progress_bar()
+    check_recorders(config)
     say(f"checking {config.model.path} against {config.model.target}")
     drafter = plan_drafter(config)
     mask_token_id = drafter.d3d_config.mask_token_id
-    examples = _synthetic(config, drafter)
-    fingerprint = "synthetic"
-    if examples is None:
+    examples: Dataset | SyntheticExamples
+    if config.data.synthetic is None:
         examples = _read(config, config.data.train, drafter, world=world, say=say)
-        fingerprint = examples.fingerprint
+    else:
+        examples = _synthetic(config, drafter, count=config.data.synthetic)
     dev: tuple[Example, ...] = ()
     if config.data.dev is not None:
         found = _read(config, (config.data.dev,), drafter, world=world, say=say)
@@ -81,7 +82,7 @@ def prepare(config: TrainConfig, *, world: World, say: Say) -> Prepared:
         drafter=drafter,
         plan=plan,
         dev=dev,
-        fingerprint=fingerprint,
+        fingerprint=examples.fingerprint,
         files_sha256=_files_sha256(config.data) if world.is_first else {},
     )
 
@@ -139,11 +140,9 @@ def train(
         ).train()
 
 
-def _synthetic(config: TrainConfig, drafter: DrafterPlan) -> SyntheticExamples | None:
-    if config.data.synthetic is None:
-        return None
+def _synthetic(config: TrainConfig, drafter: DrafterPlan, *, count: int) -> SyntheticExamples:
     return SyntheticExamples(
-        count=config.data.synthetic,
+        count=count,
         length=config.data.max_length,
         num_ids=drafter.network.vocab_size,
         mask_token_id=drafter.d3d_config.mask_token_id,

@@ -3,9 +3,9 @@
     checkpoints/step-0000500/   DeepSpeed's files (weights, fp32 weights, moments, schedule) and state.json
     checkpoints/latest          the name of the folder to resume from
 
-A folder is written under another name and renamed when all ranks are done; `latest` is replaced after that, and
-older folders are removed last. The order of the data and all randomness follow from the step (`stream`), so the
-step is all there is to remember. All ranks write to the same file system.
+A folder is written under another name and renamed when all ranks are done; `latest` is replaced after that,
+and older folders are removed last. The order of the data and all randomness follow from the step (`stream`),
+so the step is all there is to remember. All ranks write to the same file system.
 """
 
 from __future__ import annotations
@@ -74,18 +74,11 @@ def resume_key(config: TrainConfig, *, world: World, data: str) -> dict[str, Any
     fields = config.model_dump(mode="json", exclude={*_FREE})
     for name in _FREE_LIMITS:
         del fields["limits"][name]
-    flat = {
-        f"{section}.{name}": value
-        for section, values in fields.items()
-        if isinstance(values, Mapping)
-        for name, value in values.items()
-    }
-    return flat | {
-        "seed": config.seed,
-        "data.max_length": config.data.max_length,
-        "world_size": world.size,
-        "data": data,
-    }
+    flat: dict[str, Any] = {}
+    for section, values in fields.items():
+        named = values.items() if isinstance(values, Mapping) else [("", values)]
+        flat |= {f"{section}.{name}".rstrip("."): value for name, value in named}
+    return flat | {"data.max_length": config.data.max_length, "world_size": world.size, "data": data}
 
 
 class Checkpoints:
@@ -137,7 +130,7 @@ class Checkpoints:
         """Load the latest checkpoint; None if there is none. On all ranks.
 
         Raises:
-            CheckpointError: it belongs to a run with other settings or another number of ranks, or is damaged.
+            CheckpointError: it is damaged, or of a run with other settings or another number of ranks.
         """
         name = self._latest()
         if name is None:
@@ -148,8 +141,8 @@ class Checkpoints:
             state, key = RunState(**content["state"]), content["key"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{self._folder / LATEST} names {name}, which is not a whole checkpoint ({error}). Write the name "
-                "of an earlier folder into it, or remove it to begin anew"
+                f"{self._folder / LATEST} names {name}, which is not a whole checkpoint ({error}). Write the "
+                "name of an earlier folder into it, or remove it to begin anew"
             ) from error
         self._check_key(folder, key)
         try:
@@ -164,16 +157,16 @@ class Checkpoints:
         theirs, ours = key.get("world_size"), self._key["world_size"]
         if theirs != ours:
             raise CheckpointError(
-                f"the checkpoint {folder} was written by {theirs} rank(s), this run has {ours}: optimiser state "
-                f"is split by rank, so resume with {theirs}, or start a new run (another `out`) from an exported "
-                "drafter as model.path"
+                f"the checkpoint {folder} was written by {theirs} rank(s), this run has {ours}: optimiser "
+                f"state is split by rank, so resume with {theirs}, or start a new run (another `out`) from "
+                "an exported drafter as model.path"
             )
         names = [name for name in self._key if key.get(name) != self._key[name]]
         if names:
             listed = "; ".join(f"{name} was {key.get(name)!r}, is {self._key[name]!r}" for name in names)
             raise CheckpointError(
-                f"the checkpoint {folder} belongs to a run with other settings: {listed}. Restore them, or choose "
-                "another `out`"
+                f"the checkpoint {folder} belongs to a run with other settings: {listed}. Restore them, "
+                "or choose another `out`"
             )
 
     def _check_space(self, engine: DeepSpeedEngine) -> None:
@@ -187,8 +180,8 @@ class Checkpoints:
         problem = None
         if free < needed:
             problem = CheckpointError(
-                f"a checkpoint takes about {needed / 1e9:.2f} GB, {self._folder} has {free / 1e9:.2f} GB free: "
-                f"nothing was written. {self._what_remains()}"
+                f"a checkpoint takes about {needed / 1e9:.2f} GB, {self._folder} has {free / 1e9:.2f} GB "
+                f"free: nothing was written. {self._what_remains()}"
             )
         raise_together(problem, device=engine.device)
 

@@ -226,8 +226,8 @@ class TrainConfig(_Section):
 
     Attributes:
         out: folder that receives everything it writes.
-        precision: of weights, activations and gradients. Weights are stepped in fp32 either way; `fp32` is for
-            CPUs, many of which multiply bf16 a hundred times slower.
+        precision: of weights, activations and gradients; fp32 copies of the weights are stepped either way.
+            `fp32` is for CPUs, many of which multiply bf16 ten times slower.
     """
 
     out: PathText

@@ -1,7 +1,7 @@
 """The ranks of a run: who this process is, joining the others, and agreeing with them.
 
-Owns the environment that launchers leave (`deepspeed`, `torchrun`, or nothing at all for one rank), the device DeepSpeed is to
-use, and the few collectives that the loop needs outside the engine.
+Owns the environment that launchers leave (`deepspeed`, `torchrun`, or nothing at all for one rank), the
+choice of DeepSpeed's device, and the few collectives that the loop needs outside the engine.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def read_world(*, local_rank: int | None = None) -> World:
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise ValueError(
-            f"the environment has {', '.join(given.keys() - set(missing))} but not {', '.join(missing)}: start "
-            "with deepspeed, torchrun, or plain python with none of them set"
+            f"the environment has {', '.join(given.keys() - set(missing))} but not {', '.join(missing)}: "
+            "start with deepspeed, torchrun, or plain python with none of them set"
         )
     rank, size, local = (int(str(value)) for value in given.values())
     if torch.cuda.is_available() and local >= torch.cuda.device_count():
@@ -87,8 +87,8 @@ def join(world: World, *, log: Path) -> None:
     handler = logging.FileHandler(log, encoding="utf-8")
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s"))
     logger.handlers[:] = [handler]
-    # Built from C++ at the first start (a minute, with compiler, ninja and Python headers), and used by tensor-parallel
-    # inference alone.
+    # Only tensor-parallel inference uses it, and building it at the first start takes a minute, a compiler,
+    # ninja and Python's headers.
     deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
     deepspeed.init_distributed(verbose=False, timeout=JOIN_TIMEOUT)
 
@@ -100,7 +100,7 @@ def leave() -> None:
 
 
 def sum_over_ranks(values: torch.Tensor) -> list[float]:
-    """Element-wise sum over all ranks, read on the host: the one wait for the device at a logging interval."""
+    """Element-wise sum over all ranks, in place, read on the host."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(values)
     return [float(value) for value in values.tolist()]

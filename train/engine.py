@@ -69,7 +69,7 @@ def check_optimizer_state(engine: DeepSpeedEngine, settings: OptimizerSection) -
 
 
 def master_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every trained parameter's name and fp32 master weights, whole. All ranks must go through all of them."""
+    """Name and fp32 master weights, whole, of every trained parameter. All ranks must go through all."""
     named = [(name, weight) for name, weight in engine.module.named_parameters() if weight.requires_grad]
     if engine.zero_optimization_stage() == 0:
         masters = [master for group in engine.optimizer.fp32_groups for master in group]
@@ -80,7 +80,7 @@ def master_weights(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor]
 
 
 def bytes_of_state(engine: DeepSpeedEngine) -> int:
-    """Bytes this rank holds in weights, fp32 copies and optimiser state: about what a checkpoint of it takes."""
+    """Bytes of weights, fp32 copies and optimiser state on this rank: about what its checkpoint takes."""
     tensors: list[torch.Tensor] = [
         getattr(weight, "ds_tensor", weight) for weight in engine.module.parameters()
     ]
@@ -90,14 +90,15 @@ def bytes_of_state(engine: DeepSpeedEngine) -> int:
 
 
 def _optimizer(model: torch.nn.Module, settings: OptimizerSection) -> torch.optim.Optimizer:
-    kind: Any = bitsandbytes.optim.AdamW8bit if settings.name == "adamw8bit" else torch.optim.AdamW
-    return kind(
+    kinds: dict[str, Any] = {"adamw8bit": bitsandbytes.optim.AdamW8bit, "adamw": torch.optim.AdamW}
+    optimizer: torch.optim.Optimizer = kinds[settings.name](
         _groups(model, weight_decay=settings.weight_decay),
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
+    return optimizer
 
 
 def _groups(model: torch.nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class Origin:
 def export(
     engine: DeepSpeedEngine, out: Path, *, origin: Origin, world: World, metrics: Mapping[str, Any]
 ) -> None:
-    """Write the drafter to `out`, replacing an earlier one only when the new one has been read back. On all ranks.
+    """Write the drafter to `out`; an earlier one goes when the new one has been read back. On all ranks.
 
     Raises:
         TrainingError: it cannot be written, or came back different; an earlier folder is untouched.

@@ -1,9 +1,10 @@
 """One optimiser step over its micro-batches, skipped by all ranks together if the gradient is not finite.
 
-How it is noticed without waiting for the device: DeepSpeed checks the reduced gradient once an optimiser step,
-on all ranks (it reads the norm for clipping at that point anyway), and skips the step if it is not finite. A
-loss that is not finite need not have such a gradient (-inf times 0), so it is made to have one, on the device.
-Only after a skipped step, a rare thing, are the micro-batches run again, slowly, to say where it began.
+How it is noticed without waiting for the device: DeepSpeed checks the reduced gradient once an optimiser
+step, on all ranks (it reads the norm for clipping at that point anyway), and skips the step if it is not
+finite. A loss that is not finite can have a finite gradient (that of a label whose logit is -inf), so its
+gradient is made NaN, on the device. Only after a skipped step, a rare thing, are the micro-batches run again,
+slowly, to say where it began.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class StepGuard:
         self._report(f"step {step} was skipped: {reason}")
         if self._in_a_row > self._max_skipped:
             raise NotFiniteError(
-                f"{self._in_a_row} steps in a row were skipped (limits.max_skipped is {self._max_skipped}), the "
-                f"last one because {reason}. Resume from an earlier checkpoint with a smaller optimizer.lr, or "
-                "look at the examples named"
+                f"{self._in_a_row} steps in a row were skipped (limits.max_skipped is {self._max_skipped}), "
+                f"the last one because {reason}. Start from an earlier checkpoint or with a smaller "
+                "optimizer.lr, and look at what is named"
             )
         return StepLosses(values=losses, applied=False)
 

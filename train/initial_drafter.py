@@ -43,8 +43,8 @@ def plan_drafter(config: TrainConfig) -> DrafterPlan:
     """Read and check everything but the weights.
 
     Raises:
-        ValueError: a model that cannot be a drafter, a mask token in use, layers that do not exist, or another
-            vocabulary than the target's.
+        ValueError: a model that cannot be a drafter, a mask token in use, layers that do not exist, or
+            another vocabulary than the target's.
     """
     section = config.model
     network = _network(section)

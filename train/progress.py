@@ -1,11 +1,12 @@
 """What a run shows and records: a bar on the screen, TensorBoard, and one JSON line for every figure.
 
-Owns the figures between two logging points and where they go. Only the first rank has a `Reporter`. The lines
-of `metrics.jsonl` are what learning curves are drawn from; after a resumed launch the last line of a step counts.
+Owns the figures between two logging points and where they go. Only the first rank has a `Reporter`. Learning
+curves are drawn from the lines of `metrics.jsonl`; after a resumed launch the last line of a step counts.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.tensorboard import SummaryWriter
 
 from train.config import TrainConfig
-from train.errors import TrainingError
 
 METRICS = "metrics.jsonl"
 # Dense bf16 operations a second, by a part of the device's name; longer names first.
@@ -58,6 +58,19 @@ def device_peak(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def check_recorders(config: TrainConfig) -> None:
+    """Refuse a recorder that is not installed.
+
+    Raises:
+        ValueError: wandb is asked for and absent.
+    """
+    project = config.logging.wandb_project
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"logging.wandb_project is {project!r} but wandb is not installed: install it, or leave this out"
+        )
 
 
 class Stopwatch:
@@ -173,13 +186,9 @@ class Reporter:
 
 
 def _start_wandb(config: TrainConfig, out: Path) -> Any:
-    project = config.logging.wandb_project
-    if project is None:
+    if config.logging.wandb_project is None:
         return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise TrainingError(
-            f"logging.wandb_project is {project!r} but wandb is not installed: pip install wandb, or leave it out"
-        ) from error
-    return wandb.init(project=project, config=config.model_dump(mode="json"), dir=str(out), resume="allow")
+    import wandb  # optional: `check_recorders` has looked for it
+
+    settings = config.model_dump(mode="json")
+    return wandb.init(project=config.logging.wandb_project, config=settings, dir=str(out), resume="allow")

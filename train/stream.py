@@ -1,8 +1,7 @@
 """The micro-batches of a rank, from any step on, packed in a background process.
 
-Owns their order. It is a function of the config, the seed and the rank alone, and the anchors of an example one
-of the seed, the epoch and its place in the data: step n is the same whether or not a run was interrupted before
-it, and there is no state to save.
+Owns their order. It is a function of the config, the seed and the rank alone, and so are the anchors drawn:
+step n is the same whether or not a run was interrupted before it, and there is no state to save.
 """
 
 from __future__ import annotations

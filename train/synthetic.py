@@ -20,6 +20,7 @@ class SyntheticExamples:
         self._seed = seed
         self._length = length
         self.lengths = np.full(count, length)
+        self.fingerprint = f"synthetic {count} x {length} of {num_ids}, seed {seed}"
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -148,6 +148,7 @@ class Trainer:
         self._watch.pause()
         acceptance = run.validator.measure(run.engine.module)
         tau = acceptance.tau
+        assert tau is not None, "every answer has a round"
         if run.reporter is not None:
             values = acceptance.to_dict() | {"tau": tau, "hit_rate": acceptance.hit_rate}
             run.reporter.validation(self._state.step, values)

@@ -1,7 +1,7 @@
 """Exact greedy tau of the drafter in training, on the target's own greedy answers.
 
-Owns dividing the answers among the ranks and adding up what they find; the measuring is `evaluate`'s. Every rank
-makes the same number of passes, since under ZeRO-3 each of them gathers weights from all ranks.
+Owns dividing the answers among the ranks and adding up what they find; the measuring is `evaluate`'s. Every
+rank makes the same number of passes, since under ZeRO-3 each of them gathers weights from all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine without DeepSpeed: one linear layer, plain SGD, steps skipped where the gradient is not finite."""
+"""An engine without DeepSpeed: two linear layers, plain SGD, steps that are not finite skipped."""
 
 from __future__ import annotations
 

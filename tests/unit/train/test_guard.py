@@ -47,7 +47,7 @@ def test_a_finite_step_is_taken_once() -> None:
 
 def test_losses_are_means_over_the_micro_batches() -> None:
     engine = FakeEngine()
-    by_hand = [float(FakeEngine()(batch.packed.inputs).total) for batch in batches()]
+    by_hand = [FakeEngine()(batch.packed.inputs).total.item() for batch in batches()]
     guard, _ = guard_of(engine)
     total, diff, ar = guard.take(batches(), step=1).values.tolist()
     assert total == pytest.approx(sum(by_hand) / 2, rel=1e-6)
@@ -117,7 +117,7 @@ def test_the_run_stops_after_too_many_in_a_row() -> None:
     for step in (4, 5):
         guard.take(batches(), step=step)
     before = engine.weights
-    with pytest.raises(NotFiniteError, match=r"3 steps in a row .* max_skipped is 2.*example-0"):
+    with pytest.raises(NotFiniteError, match=r"3 steps in a row .*max_skipped is 2.*example-0"):
         guard.take(batches(), step=6)
     assert torch.equal(engine.weights, before)
     assert guard.skipped == 5

@@ -90,7 +90,7 @@ def test_the_optimisers_state_is_8_bit_on_every_rank(two_ranks: list[dict[str, A
 
 
 def test_a_run_in_two_launches_has_the_same_curve(folder: Path, two_ranks: list[dict[str, Any]]) -> None:
-    """R8: resumed at half. 1e-3 is what the reduction of bf16 gradients may cost; the curve itself moves more."""
+    """R8: resumed at half. 1e-3 is what reducing bf16 gradients may cost; the curve itself moves more."""
     straight, resumed = losses(folder / "straight"), losses(folder / "resumed")
     assert sorted(straight) == sorted(resumed) == list(range(1, STEPS + 1))
     for step in range(1, STEPS + 1):
