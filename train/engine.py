@@ -43,6 +43,9 @@ def build_engine(
         config=deepspeed_config(config, world_size=world.size),
         dist_init_required=False,
     )
+    if config.zero.stage == 0:
+        # Its optimiser has taken a step of zeros to allocate state, which would shift Adam's bias correction.
+        optimizer.state.clear()
     if config.precision == "fp32" and config.zero.stage in (1, 2):
         engine.optimizer.check_grad_overflow = True  # DeepSpeed has a setting for it in bf16 alone
     return engine
