@@ -91,7 +91,8 @@ def make_plan(
 
 def implementation(name: AttentionName) -> str:
     """The `attn_implementation` of a transformers model that attends by plans of this name."""
-    return f"d3d_train_{name}"
+    # transformers takes any name with "flash" in it for a FlashAttention package to import.
+    return f"d3d_train_{name.replace('flash', 'f')}"
 
 
 def register() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaModel
 
 from tests.unit.train.attention_cases import (
     Heads,
@@ -139,15 +140,50 @@ def test_model_equals_its_blocks_run_alone(checkpointing: bool) -> None:
     assert_packed_equals_blocks("sdpa", checkpointing=checkpointing)
 
 
-def test_names() -> None:
+@pytest.mark.parametrize("name", ATTENTION_NAMES)
+def test_transformers_calls_every_implementation(name: AttentionName) -> None:
+    """With the plan, with a tensor's tokens before its heads in memory, and with no mask of its own."""
     register()
     register()
-    assert [implementation(name) for name in ATTENTION_NAMES] == [
-        "d3d_train_sdpa",
-        "d3d_train_flex",
-        "d3d_train_flashinfer",
-        "d3d_train_triton",
-    ]
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation=implementation(name),
+    )
+    plan = RecordingPlan(name)
+    model = LlamaModel(config)
+    layout = random_packing(0).layout()
+    token_ids = torch.zeros(layout.ctx.shape, dtype=torch.int64)
+    model(input_ids=token_ids, position_ids=layout.position_ids, attention_plan=plan, use_cache=False)
+    (query, key, value), scaling = plan.seen
+    assert query.shape == (*layout.ctx.shape[:1], 2, layout.num_window, 16) and scaling == 0.25
+    assert key.shape == value.shape == (*layout.ctx.shape[:1], 1, layout.num_window, 16)
+    # The kernels copy what is not.
+    assert all(x.transpose(1, 2).is_contiguous() for x in (query, key, value))
+    with pytest.raises(AssertionError, match="a plan for other"):
+        model(
+            input_ids=token_ids,
+            position_ids=layout.position_ids,
+            attention_plan=RecordingPlan("other"),
+            use_cache=False,
+        )
+
+
+class RecordingPlan:
+    """Keeps what it was called with."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float
+    ) -> torch.Tensor:
+        self.seen = (query, key, value), scaling
+        return query.transpose(1, 2)
 
 
 @pytest.mark.parametrize(
