@@ -67,5 +67,5 @@ def test_a_run_ends_with_a_drafter(folder: Path, launcher: str, stage: int) -> N
         assert all(tensor.numel() for tensor in load_file(out / name / "model.safetensors").values())
     first = folder / "deepspeed-0"
     if launcher != "python" and (first / "metrics.jsonl").is_file():
-        # Gradients are added up in bf16, in another order at each stage. One rank takes other examples in a step.
+        # bf16 gradients are added up in another order at each stage; one rank takes other examples in a step.
         assert losses(out) == pytest.approx(losses(first), abs=2e-3)
