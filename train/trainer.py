@@ -75,6 +75,7 @@ class Trainer:
         self._started = time.monotonic()
         pin = run.engine.device.type == "cuda"
         stopped = False
+        self._watch.start()
         for batches in steps(run.plan, first_step=self._state.step, pin=pin):
             self._watch.start()
             self._take(batches)
@@ -116,6 +117,7 @@ class Trainer:
         sums = self._since_log.over_ranks(stop=late or run.asked_to_stop())  # waits for the device
         seconds = self._watch.seconds
         self._watch = Stopwatch()
+        self._watch.start()  # waiting for the next batch counts
         self._since_log = _Tally(run.engine.device)
         self._state = dataclasses.replace(self._state, seconds=self._state.seconds + seconds)
         if run.reporter is not None:
