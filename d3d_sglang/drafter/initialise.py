@@ -1,27 +1,19 @@
 """Makes a drafter folder out of an ordinary causal LM: some of its layers, a mask token, a `d3d_config`.
 
-Owns the choice of layers and the writing: everything goes to a temporary folder beside the destination, is
-read back and compared, and only then takes the destination's name. The result is untrained as a drafter and
+Owns the choice of layers and of the mask token; `export` writes. The result is untrained as a drafter and
 still loads as a plain language model. Imports no command-line code; progress goes to a callable.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
-from d3d_sglang import __version__
 from d3d_sglang.drafter.checkpoint import (
     CheckpointError,
     DrafterCheckpoint,
@@ -31,13 +23,19 @@ from d3d_sglang.drafter.checkpoint import (
     check_vocabulary,
     read_drafter,
 )
+from d3d_sglang.drafter.export import (
+    check_written,
+    folder_beside,
+    load_weights,
+    public_name,
+    put_in_place,
+    write_files,
+)
 from d3d_sglang.drafter.mask_token import choose_mask_token
 from d3d_sglang.drafter.vocabulary import Vocabulary, read_vocabulary
-from d3d_sglang.drafter.weight_files import read_weight_files
-from d3d_sglang.drafter_config import CONFIG_KEY, DrafterConfig, ThinkingMode, default_coverage
+from d3d_sglang.drafter_config import DrafterConfig, ThinkingMode, default_coverage
 
 Progress = Callable[[str], None]
-MAX_SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True)
@@ -84,19 +82,25 @@ def init_drafter(plan: DrafterPlan, *, progress: Progress) -> DrafterCheckpoint:
         check_vocabulary(vocabulary, read_vocabulary(plan.target), drafter=plan.source, target=plan.target)
     progress(f"mask token: id {d3d_config.mask_token_id} {_describe(d3d_config.mask_token_id, vocabulary)}")
     progress("loading the weights")
-    model = _load(plan.source, dtype=plan.dtype or "auto")
+    model = load_weights(plan.source, dtype=plan.dtype or "auto")
     keep_layers(model, d3d_config.source_layers)
     progress(f"kept {len(d3d_config.source_layers)} of {config.num_hidden_layers} layers")
-    with _folder_beside(plan.out) as folder:
+    with folder_beside(plan.out) as folder:
         progress(f"writing {plan.out}")
-        sha256 = _write(folder, model, d3d_config, source=plan.source)
+        sha256 = write_files(
+            folder,
+            model,
+            d3d_config,
+            tokenizer=plan.source,
+            provenance={"source": public_name(plan.source)},
+        )
         progress("reading it back")
-        _check_written(folder, sha256, dtype=model.dtype)
+        check_written(folder, sha256, dtype=model.dtype)
         drafter = read_drafter(folder)
         if plan.target is not None:
             for warning in check_pair(drafter, plan.target):
                 progress(f"warning: {warning}")
-        _move(folder, plan.out)
+        put_in_place(folder, plan.out)
     return read_drafter(plan.out)
 
 
@@ -111,16 +115,6 @@ def keep_layers(model: Any, layers: tuple[int, ...]) -> None:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
         config.layer_types = [layer_types[i] for i in layers]
-
-
-def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Digest of names, dtypes, shapes and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _check_destination(plan: DrafterPlan) -> None:
@@ -166,7 +160,7 @@ def _drafter_config(plan: DrafterPlan, config: PretrainedConfig, vocabulary: Voc
     fields = {
         "block_size": plan.block_size,
         "mask_token_id": mask_token_id,
-        "target_model": None if plan.target is None else _public_name(plan.target),
+        "target_model": None if plan.target is None else public_name(plan.target),
         "source_layers": list(layers),
         "thinking_mode": plan.thinking_mode,
         "async": {"coverage": coverage, "fanout": plan.fanout},
@@ -177,83 +171,3 @@ def _drafter_config(plan: DrafterPlan, config: PretrainedConfig, vocabulary: Voc
 def _describe(mask_token_id: int, vocabulary: Vocabulary) -> str:
     content = vocabulary.added.get(mask_token_id)
     return "(an embedding row the tokenizer does not use)" if content is None else repr(content)
-
-
-def _public_name(model: str) -> str:
-    """A name that means something elsewhere: the model id, or the last part of a local path."""
-    return Path(model).resolve().name if Path(model).exists() else model
-
-
-def _load(source: str, *, dtype: torch.dtype | str) -> Any:
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # safetensors and transformers raise several unrelated kinds
-        raise CheckpointError(f"the weights of {source} cannot be loaded: {error}") from error
-    missing = sorted(info["missing_keys"]) + sorted(str(x) for x in info["mismatched_keys"])
-    if missing:
-        raise CheckpointError(
-            f"the weights of {source} are incomplete: {len(missing)} tensors are missing or have another "
-            f"shape (first: {missing[0]})"
-        )
-    return model.eval().requires_grad_(False)
-
-
-@contextmanager
-def _folder_beside(out: Path) -> Iterator[Path]:
-    """A temporary folder on the destination's file system, so that a rename is enough; removed at the end."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.parent / f".{out.name}.writing-{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write(folder: Path, model: Any, d3d_config: DrafterConfig, *, source: str) -> str:
-    """Write everything; returns the digest of the weights."""
-    model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
-    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-    sha256 = tensors_sha256(_stored_tensors(folder, model))
-    provenance = {
-        "d3d_sglang": __version__,
-        "transformers": transformers.__version__,
-        "source": _public_name(source),
-        "weights_sha256": sha256,
-    }
-    config_path = folder / "config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8"))
-    # Explicit: transformers leaves out a flag that equals its own default, which other readers may not share.
-    config["tie_word_embeddings"] = (
-        model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    )
-    config[CONFIG_KEY] = d3d_config.to_dict() | {"provenance": provenance}
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    for path in read_weight_files(folder).paths:
-        path.chmod(config_path.stat().st_mode)  # safetensors writes files only their owner can read
-    return sha256
-
-
-def _stored_tensors(folder: Path, model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model that its folder stores (a tied head is stored once)."""
-    stored = read_weight_files(folder).tensors
-    return {name: tensor for name, tensor in model.state_dict().items() if name in stored}
-
-
-def _check_written(folder: Path, sha256: str, *, dtype: torch.dtype) -> None:
-    read = tensors_sha256(_stored_tensors(folder, _load(str(folder), dtype=dtype)))
-    if read != sha256:
-        raise CheckpointError(
-            f"the weights read back from {folder} (sha256 {read}) are not those written ({sha256}): check "
-            "the disk, nothing was put in place"
-        )
-
-
-def _move(folder: Path, out: Path) -> None:
-    if not out.exists():
-        folder.rename(out)
-        return
-    old = folder.with_name(folder.name + "-old")
-    out.rename(old)
-    folder.rename(out)
-    shutil.rmtree(old)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from d3d_sglang.drafter import initialise
 from d3d_sglang.drafter.checkpoint import DrafterCheckpoint
-from d3d_sglang.drafter.initialise import DrafterPlan, init_drafter, keep_layers, tensors_sha256
+from d3d_sglang.drafter.export import tensors_sha256
+from d3d_sglang.drafter.initialise import DrafterPlan, init_drafter, keep_layers
 from tests import tiny_folders as tiny
 
 PROMPT = torch.tensor([[tiny.BOS_ID, 8, 9, 10, 11]])
@@ -243,7 +244,7 @@ def test_overwrite_spares_source_and_target(source: Path, tmp_path: Path, role: 
     assert (tmp_path / "out/sub/config.json").is_file()
 
 
-@pytest.mark.parametrize("step", ["_write", "_check_written", "read_drafter", "_move"])
+@pytest.mark.parametrize("step", ["write_files", "check_written", "read_drafter", "put_in_place"])
 def test_a_failure_half_way_leaves_the_old_folder(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -263,7 +264,7 @@ def test_a_failure_half_way_leaves_the_old_folder(
 def test_weights_that_come_back_different_are_not_put_in_place(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = initialise._write
+    write = initialise.write_files
 
     def write_and_flip_a_bit(folder: Path, *args: Any, **kwargs: Any) -> str:
         sha256 = write(folder, *args, **kwargs)
@@ -272,7 +273,7 @@ def test_weights_that_come_back_different_are_not_put_in_place(
         (folder / "model.safetensors").write_bytes(weights)
         return sha256
 
-    monkeypatch.setattr(initialise, "_write", write_and_flip_a_bit)
+    monkeypatch.setattr(initialise, "write_files", write_and_flip_a_bit)
     with pytest.raises(ValueError, match=r"read back .* are not those written"):
         make(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
