@@ -4,8 +4,9 @@
 
 Takes the run folder of `train.run` and the greedy answers of `bench.smollm2_answers`, measures the best
 drafter with `train.evaluate` on every set, and writes bench/results/NAME.json. Curve and speeds are the
-run's own lines of metrics.jsonl; MFU and tokens per second are means over time after the first `WARM_UP_STEPS`
-steps, in which the model is compiled. How much faster each training attention is stands in train_attention.json.
+run's own lines of metrics.jsonl; MFU and tokens per second are means over time after the first
+`WARM_UP_STEPS` steps, in which the model is compiled. How much faster each training attention is stands in
+train_attention.json.
 """
 
 from __future__ import annotations
