@@ -123,6 +123,10 @@ class PagePool:
         self._recomputed_tokens += len(token_ids) - shared_len
         return Grant(pages=tuple(held.pages), shared_len=shared_len)
 
+    def count_read(self, num_tokens: int) -> None:
+        """Count prompt tokens that a row has to read after it began: a further chunk of its prompt."""
+        self._recomputed_tokens += num_tokens
+
     def grow(self, row: int, *, length: int) -> tuple[int, ...] | None:
         """Append pages to a row until `length` tokens fit.
 

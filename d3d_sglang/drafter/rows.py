@@ -109,6 +109,8 @@ class DrafterRows:
         if generation == self._generation[row] and prefix_len == self._read_len[row]:
             start = prefix_len
             has_room = self.reserve(row, host_len=len(token_ids))
+            if has_room:
+                self.pool.count_read(len(token_ids) - start)
         else:
             self.pool.sweep(self._alive())
             grant = self.pool.begin(row, token_ids, generation=generation, reserve=self._reserve)

@@ -172,8 +172,19 @@ MORE = tuple(
         )
     )
 )
+# Long enough together that with a scripted drafter everything occurs.
+ESSAYS = tuple(
+    Case(f"essay {i}", chat(text), 128)
+    for i, text in enumerate(
+        (
+            "Write a long story about a lighthouse keeper and a whale.",
+            "Describe a day in the life of a postman in a mountain village, hour by hour.",
+            "Explain in detail how a letter travels from one country to another.",
+        )
+    )
+)
 _STOCK = inventory(35)
-LONG = Case("long", chat(f"{_STOCK}\nWhat is on shelf 3?"), 8)
+LONG = Case("long", chat(f"{_STOCK}\nWhat is on shelf 3?"), 16)
 LONG_WITH_SUFFIX = replace(
     LONG, name="long, other end", prompt=chat(f"{_STOCK}\nHow many shelves are there?")
 )
@@ -189,12 +200,12 @@ EDGES = (
 )
 TO_THE_END = Case("to the end of the context", "5" + _TEXT, 32, cut_to=288)
 
-# With the scripted drafter every accept length occurs in these.
-ALL_LENGTHS = (*IDENTITY, *PENALTIES, *MINIMA)
+# With the scripted drafter every accept length and every outcome occurs in these.
+ALL_OUTCOMES = (*IDENTITY, *PENALTIES, *MINIMA, *ESSAYS)
 WITH_EFFECT = (*PENALTIES, *MINIMA, *BIASES)
 COMPARED = (
     *(*IDENTITY, *STOPS, *LENGTHS, *WITH_EFFECT, *GRAMMARS, *LOGPROBS, MASK_IN_PROMPT, *ECHOES, *MORE),
-    *(LONG, LONG_WITH_SUFFIX, CHUNKED, SHORT_READ, *EDGES, TO_THE_END),
+    *(*ESSAYS, LONG, LONG_WITH_SUFFIX, CHUNKED, SHORT_READ, *EDGES, TO_THE_END),
 )
 # Asked of the plain server alone: that a parameter changes an answer at all.
 WITHOUT_EFFECT = tuple(case.without_parameters() for case in WITH_EFFECT)

@@ -1,4 +1,4 @@
-"""Servers of the end-to-end tests: five starts in all, one server alive at a time.
+"""Servers of the end-to-end tests: six starts in all, one server alive at a time.
 
 The plain server comes first, answers every case and stops. Then tests run in the order of the D3D servers
 they name (`server` is parametrized by name), so each of those starts once.
@@ -12,38 +12,50 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from d3d_sglang.drafter.initialise import DrafterPlan, init_drafter
 from d3d_sglang.drafter_config import DEFAULT_FANOUT
+from d3d_sglang.reference import block_logits
 from serve.launch import LOG_FOLDER, ServerProcess, no_progress
 from serve.smollm2 import MASK_TOKEN_ID, smollm2_folder
 from tests.e2e.asking import Reply, RunningServer
-from tests.e2e.cases import ALL_LENGTHS, COMPARED, WITHOUT_EFFECT
+from tests.e2e.cases import ALL_OUTCOMES, COMPARED, WITHOUT_EFFECT
+from tests.e2e.expected import Cacheless
 from tests.e2e.logged import logged_environment
 from tests.e2e.scripted.environment import scripted_environment
 from tests.e2e.scripted.script import Script
 
 BLOCK_SIZE = 16
-LAYERS = (0, 29)
+# Untrained, the last two layers propose what depends on all of the context. Others, such as the first and the
+# last, propose the same token nearly everywhere, and a drafter that reads a wrong page would not be noticed.
+LAYERS = (28, 29)
 SHORT_POSITIONS = 192  # of the drafter of server "short"
 SHORT_CONTEXT = 320  # of server "short"
-# "drafter": untrained, default flags. "scripted": all accept lengths, prompts in chunks. "retracting":
-# scripted, requests are taken back every few rounds, pages. "short": an untrained drafter of few positions.
-D3D_SERVERS = ("drafter", "scripted", "retracting", "short")
+# "drafter": untrained, default flags. "scripted": synchronous, all accept lengths, prompts in chunks.
+# "ahead": the same, asynchronous, hits and misses at all positions. "retracting": scripted, requests are
+# taken back every few rounds, pages. "short": an untrained drafter of few positions.
+D3D_SERVERS = ("drafter", "scripted", "ahead", "retracting", "short")
+SCRIPTED_SERVERS = ("scripted", "ahead", "retracting")
 TIMEOUT_S = 900  # the first test of a server waits for its start, and the very first for the plain answers
 
-# A small grid: on a CPU every branch costs time.
-AHEAD = ("--d3d-mode", "async", "--d3d-coverage", "4", "--d3d-fanout", "1")
+COVERAGE, FANOUT = 12, 2  # the paper's grid; where the drafter is a script a branch costs little
+PAPERS_GRID = ("--d3d-mode", "async", "--d3d-coverage", str(COVERAGE), "--d3d-fanout", str(FANOUT))
+SMALL_GRID = ("--d3d-mode", "async", "--d3d-coverage", "4", "--d3d-fanout", "1")
+CHUNKS = ("--chunked-prefill-size", "128", "--page-size", "1")
 FLAGS: Mapping[str, tuple[str, ...]] = {
-    "drafter": ("--enable-metrics", *AHEAD),
-    "scripted": ("--chunked-prefill-size", "128", "--page-size", "1", "--d3d-mode", "sync"),
-    "retracting": ("--page-size", "16", *AHEAD, "--d3d-miss", "sibling"),
-    "short": ("--context-length", str(SHORT_CONTEXT), "--chunked-prefill-size", "64", *AHEAD),
+    "drafter": ("--enable-metrics", *SMALL_GRID),
+    "scripted": (*CHUNKS, "--d3d-mode", "sync"),
+    "ahead": (*CHUNKS, *PAPERS_GRID),
+    "retracting": ("--page-size", "16", *SMALL_GRID, "--d3d-miss", "sibling"),
+    "short": ("--context-length", str(SHORT_CONTEXT), "--chunked-prefill-size", "64", *SMALL_GRID),
 }
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "retracting": {
         "SGLANG_TEST_RETRACT": "1",
-        "SGLANG_TEST_RETRACT_INTERVAL": "2",
+        # Passes from one to the next. With 2 it is always the request that was read again just before.
+        "SGLANG_TEST_RETRACT_INTERVAL": "3",
         # Counts the pages of all requests in every round.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     },
@@ -100,6 +112,13 @@ def short_drafter(drafter: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def cacheless(drafter: Path) -> Cacheless:
+    """The drafter without a server."""
+    network = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32).eval()
+    return Cacheless(block_logits(network, block_size=BLOCK_SIZE, mask_token_id=MASK_TOKEN_ID))
+
+
+@pytest.fixture(scope="session")
 def plain(model: Path) -> dict[str, Reply]:
     """The plain server's reply to every case.
 
@@ -122,14 +141,18 @@ def plain(model: Path) -> dict[str, Reply]:
 
 @pytest.fixture(scope="session")
 def script(plain: dict[str, Reply]) -> Script:
-    """The plain answers, the longest one to every prompt, with errors at all positions of a block."""
+    """The plain answers, the longest one to every prompt, with errors of every kind at all positions."""
     longest: dict[tuple[int, ...], list[int]] = {}
     for reply in (plain[case.name] for case in COMPARED):
         prompt = reply.case.prompt_ids
         longest[prompt] = max(longest.get(prompt, []), reply.output_ids, key=len)
-    everywhere = Script.of([(case.prompt_ids, longest[case.prompt_ids]) for case in ALL_LENGTHS])
-    seed = everywhere.seeded_for_all_lengths(block_size=BLOCK_SIZE).seed
-    return Script.of(list(longest.items()), seed=seed)
+    asked = Script.of([(case.prompt_ids, longest[case.prompt_ids]) for case in ALL_OUTCOMES])
+    for _ in range(100):  # seeds for the asynchronous server, of which about every second does for the other
+        asked = asked.seeded_for_all_outcomes(block_size=BLOCK_SIZE, coverage=COVERAGE, fanout=FANOUT)
+        if set(asked.accept_lengths(block_size=BLOCK_SIZE)) == set(range(BLOCK_SIZE)):
+            return Script.of(list(longest.items()), seed=asked.seed)
+        asked = asked.with_seed(asked.seed + 1)
+    pytest.fail("no seed with which everything occurs: the answers are too short")
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +164,7 @@ def server(
     folder = tmp_path_factory.mktemp(name)
     rounds = folder / "rounds.jsonl"
     script = None
-    if name in ("scripted", "retracting"):
+    if name in SCRIPTED_SERVERS:
         script = request.getfixturevalue("script")
         script.save(folder / "script.json")
         env = scripted_environment(folder, script=folder / "script.json", rounds=rounds)

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.asking import Reply, RunningServer, same_reply
 from tests.e2e.cases import IDENTITY, Case
 
-pytestmark = pytest.mark.parametrize("server", ["drafter", "scripted"], indirect=True)
+pytestmark = pytest.mark.parametrize("server", ["drafter", "scripted", "ahead"], indirect=True)
 
 
 @pytest.mark.parametrize("case", IDENTITY, ids=str)

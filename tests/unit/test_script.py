@@ -109,13 +109,6 @@ def test_stored_script_drafts_the_same(tmp_path: Path) -> None:
     assert Script.load(tmp_path / "script.json") == SCRIPT.with_seed(3) != SCRIPT
 
 
-def test_seed_with_which_every_accept_length_occurs() -> None:
-    script = SCRIPT.seeded_for_all_lengths(block_size=BLOCK_SIZE)
-    assert set(script.accept_lengths(block_size=BLOCK_SIZE)) == set(range(BLOCK_SIZE))
-    with pytest.raises(ValueError, match="too short"):
-        Script.of([(PROMPT, ANSWER[:5])]).seeded_for_all_lengths(block_size=BLOCK_SIZE, tries=20)
-
-
 def test_outcomes_follow_one_another() -> None:
     """Each round starts where the one before ended, from what that one led to."""
     coverage, fanout = 3, 1

@@ -145,15 +145,6 @@ class Script:
         """Accept lengths of a synchronous server, as in `outcomes`."""
         return [done.accept_len for done in self.outcomes(block_size=block_size, coverage=0, fanout=0)]
 
-    def seeded_for_all_lengths(self, *, block_size: int, tries: int = 1000) -> Script:
-        """The first seed from ours on with which every accept length 0..B-1 occurs in synchronous drafting.
-
-        Raises:
-            ValueError: no such seed among `tries`: the script is too short for the block.
-        """
-        wanted = set(range(block_size))
-        return self._seeded(wanted, lambda script: script.accept_lengths(block_size=block_size), tries=tries)
-
     def seeded_for_all_outcomes(
         self, *, block_size: int, coverage: int, fanout: int, tries: int = 1000
     ) -> Script:
