@@ -106,7 +106,7 @@ class StepGuard:
         def look_at_losses(batch: MicroBatch, losses: Losses) -> None:
             values = {"total": losses.total, "diff": losses.diff, "ar": losses.ar}
             if not all(bool(torch.isfinite(value)) for value in values.values()):
-                read = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
+                read = ", ".join(f"{name} {float(value.detach()):.4g}" for name, value in values.items())
                 found.append(f"{_LOSS} is not finite ({read}) on the examples {', '.join(batch.ids)}")
 
         def look_at_gradients() -> None:
