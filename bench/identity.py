@@ -221,7 +221,7 @@ def _parse_args() -> argparse.Namespace:
     add("--prompts", type=int, default=default.prompts_per_set, help="conversations of each set")
     add("--tokens", type=int, default=default.num_tokens, help="new tokens of an answer")
     add("--block-size", type=int, default=default.block_size)
-    add("--layers", type=_numbers, default=default.layers, metavar="0,29", help="of the target, for `cut`")
+    add("--layers", type=_numbers, default=default.layers, metavar="28,29", help="of the target, for `cut`")
     return parser.parse_args()
 
 

@@ -22,7 +22,7 @@ class Settings:
     prompts_per_set: int = 8
     num_tokens: int = 64
     block_size: int = 16
-    layers: tuple[int, ...] = (0, 29)
+    layers: tuple[int, ...] = (28, 29)  # 0 and 29 propose one token whatever the context
     only: tuple[str, ...] = ()
 
 
