@@ -88,7 +88,7 @@ def test_rows_of_a_batch_do_not_see_each_other(server: RunningServer, plain: dic
     together = server.ask_together(cases, at_once=16)
     rounds = server.rounds()[before:]
     assert max(sum(one.number == number for one in rounds) for number in {one.number for one in rounds}) > 8
-    for reply in together:
+    for reply in together[::4]:  # alone each costs seconds, and a row that sees another shows in any of them
         alone = server.ask_logged(reply.case)
         expected = plain[reply.case.name].cut(NUM_ROUNDS)
         if same_tokens(expected, reply) and same_tokens(expected, alone.reply):
