@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from train.chat_format import ChatFormat, read_chat_format
 from train.dataset import Example
 from train.dataset_build import MAX_DROPPED_SHARE, Source, build_dataset
 from train.model import TrainModel, load_lm
+from train.row_file import write_whole
 from train.token_account import TokenAccount
 from train.tokenise import Limits
 
@@ -137,7 +137,8 @@ def _evaluate(args: argparse.Namespace, console: Console) -> dict[str, tuple[Acc
             "device": args.device,
             "attention": args.attention,
         }
-        _write_json(args.out, report(found) | {"settings": settings})
+        content = report(found) | {"settings": settings}
+        write_whole(args.out, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
     return found
 
 
@@ -188,12 +189,6 @@ def _load(drafter: DrafterCheckpoint, args: argparse.Namespace) -> TrainModel:
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
 
 
 def _parser() -> argparse.ArgumentParser:
